@@ -8,7 +8,7 @@ kind, except for what is NVIDIA's own. ``cluster.py`` finds the devices of a mac
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _UNUSED = ("mps",)
 """Kinds that are left alone: Apple's has no float64, in which lagom compares and adds; ranks stay on the CPU."""
+_selected: dict[str, int] = {}
+"""Number of the device that ``select_device`` has chosen for this process, by its kind."""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -45,6 +47,9 @@ def current_accelerator() -> torch.device | None:
     if found is None:  # a backend that is written in Python alone may be unknown to torch's C++ part
         name = torch._C._get_privateuse1_backend_name()
         found = torch.device(name) if hasattr(torch, name) else None
+    if found is not None and found.type != NVIDIA and (torch.version.cuda or torch.version.hip):
+        # torch prefers the kind of a package even on a machine that has none of its devices.
+        found = found if device_module(found).is_available() else torch.device(NVIDIA)
     return None if found is not None and found.type in _UNUSED else found
 
 
@@ -62,6 +67,7 @@ def device_module(device: torch.device) -> Any:
 def select_device(device: torch.device) -> torch.device:
     """Make ``device`` the one that this process uses, and return it."""
     module = device_module(device)
+    _selected[device.type] = device.index or 0
     if hasattr(module, "set_device"):  # Apple's kind has one device
         module.set_device(device.index or 0)
     return device
@@ -90,32 +96,38 @@ def dispatch_keys() -> tuple[str, ...]:
 # Random numbers.
 
 
-def generator_states() -> list[torch.Tensor] | None:
-    """Return the states of the generators of all devices; None if this process uses no accelerator.
+def generator_states() -> dict[str, list[torch.Tensor]]:
+    """Return the states of the generators of all devices under their kind; {} if this process uses no accelerator.
 
-    The state of the device that this thread uses comes first: a rank that sees several uses one of them, and ranks
-    compare their states, and resume from one another's.
+    The state of this process's own device comes first: a rank that sees several uses one of them, and ranks compare
+    their states, and resume from one another's.
     """
     device = current_accelerator()
     if device is None or not is_initialized(device):
-        return None
+        return {}
     module = device_module(device)
-    return [module.get_rng_state(index) for index in _own_first(device)]
+    return {device.type: [module.get_rng_state(index) for index in _own_first(device)]}
 
 
 def _own_first(device: torch.device) -> list[int]:
+    """Return the numbers of all devices, first that of this process's own, which another thread may not be using."""
     module = device_module(device)
-    # To ask for the current device would begin to use it; until then it is the first.
-    own = int(module.current_device()) if is_initialized(device) and hasattr(module, "current_device") else 0
+    own = _selected.get(device.type)
+    if own is None:
+        # To ask for the current device would begin to use it; until then it is the first.
+        own = int(module.current_device()) if is_initialized(device) and hasattr(module, "current_device") else 0
     return [own, *(index for index in range(module.device_count()) if index != own)]
 
 
-def set_generator_states(states: Sequence[torch.Tensor]) -> None:
-    """Set the generators of the devices to ``states``; states of devices that are not here are left out."""
-    device = available_accelerator() if states else None
-    if device is not None:
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Set the generators of the devices to those of ``states`` that are of their kind, by ``generator_states``.
+
+    States of devices that are not here, and of other kinds, are left out: a kind has its own form of a state.
+    """
+    device = available_accelerator()
+    if device is not None and (found := states.get(device.type)):
         module = device_module(device)
-        for index, state in zip(_own_first(device), states, strict=False):
+        for index, state in zip(_own_first(device), found, strict=False):
             module.set_rng_state(state, index)
 
 
@@ -140,9 +152,21 @@ class _ModuleGenerator:
     def set_state(self, state: torch.Tensor) -> None:
         self._of_kind.set_rng_state(state, self._index)
 
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator; a module seeds that of the current device alone."""
+        before = int(getattr(self._of_kind, "current_device", lambda: self._index)())
+        if before != self._index:
+            self._of_kind.set_device(self._index)
+        try:
+            self._of_kind.manual_seed(seed)
+        finally:
+            if before != self._index:
+                self._of_kind.set_device(before)
+
 
 def global_generator(device: torch.device) -> torch.Generator | _ModuleGenerator:
-    """Return the global generator of ``device``, which has begun to be used: ``get_state`` and ``set_state``."""
+    """Return the global generator of ``device``, which has begun to be used: ``get_state``, ``set_state`` and
+    ``manual_seed``."""
     if generators := getattr(device_module(device), "default_generators", ()):
         generator: torch.Generator = generators[device.index or 0]
         return generator
@@ -172,7 +196,7 @@ class OwnGenerator:
             return common
         common = self._generator.get_state()
         if self._state is None:
-            device_module(self._device).manual_seed(self._seed)
+            self._generator.manual_seed(self._seed)
         else:
             self._generator.set_state(self._state)
         return common

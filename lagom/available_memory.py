@@ -52,13 +52,12 @@ def format_bytes(num_bytes: int | None) -> str:
 def _of_accelerator() -> AvailableMemory | None:
     from lagom.cluster import device_word, kind_of_device, other_devices, visible_gpus
 
-    if sizes := gpu_memory(visible_gpus()):
-        return AvailableMemory(min(sizes), "of its GPU")
-    others = [device for device in other_devices() if device.num_bytes is not None]
-    if not others:
-        return None
-    least = min(device.num_bytes for device in others if device.num_bytes is not None)
-    return AvailableMemory(least, f"of its {device_word(kind_of_device(others[0].name))}")
+    if others := other_devices():  # then ranks use no GPU of NVIDIA's
+        sizes = [device.num_bytes for device in others if device.num_bytes is not None]
+        where = f"of its {device_word(kind_of_device(others[0].name))}"
+    else:
+        sizes, where = gpu_memory(visible_gpus()), "of its GPU"
+    return AvailableMemory(min(sizes), where) if sizes else None
 
 
 def _part(num_ranks: int) -> str:

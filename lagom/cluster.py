@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,8 +15,9 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+log = logging.getLogger("lagom")
 _NAME = re.compile(r"\d|GPU-|MIG-")
 """Matches the beginning of an entry of CUDA_VISIBLE_DEVICES that names a device."""
 
@@ -83,9 +85,23 @@ def visible_devices() -> tuple[str, ...]:
 
     NVIDIA's are named as CUDA_VISIBLE_DEVICES names them; a rank sees no other than its own. That variable is NVIDIA's,
     and other makers have none that means the same: their devices have names in torch, such as "xpu:0", and a rank
-    selects its own among all of its host.
+    selects its own among all of its host. Beside them NVIDIA's are not used: torch has one kind of accelerator in a
+    process, and prefers a package's.
     """
-    return visible_gpus() or tuple(device.name for device in other_devices())
+    others, gpus = tuple(device.name for device in other_devices()), visible_gpus()
+    if others and gpus:
+        _tell_choice(kind_of_device(others[0]))
+    return others or gpus
+
+
+@functools.cache
+def _tell_choice(kind: str) -> None:
+    log.warning(
+        "this machine has NVIDIA's GPUs and %r devices: torch's accelerator is %r, so ranks train on these; set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 or use a CUDA build of torch to train on the GPUs",
+        kind,
+        kind,
+    )
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -126,14 +142,21 @@ def other_devices() -> tuple[OtherDevice, ...]:
     process had begun to use. No process is started unless torch may serve any: in a build for Intel's GPUs, or with a
     package that extends torch by a kind of device.
     """
+    return _listed_by_torch().devices if other_kind() is not None else ()
+
+
+def other_kind() -> str | None:
+    """Return the kind of accelerator of this Python's torch, if it is not NVIDIA's, whether or not there is a device.
+
+    None also for Apple's, which is not used; see accelerators.py.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None:
-        with contextlib.suppress(AttributeError, RuntimeError):  # as when torch is being imported, and in torch 2.6
-            found = torch.accelerator.current_accelerator()
-            # Apple's is not used; see accelerators.py.
-            return _others_by_torch() if found is not None and found.type not in (NVIDIA, "mps") else ()
-        return ()
-    return _others_by_torch() if _may_serve_others() else ()
+    if torch is None:
+        return _listed_by_torch().kind if _may_serve_others() else None
+    with contextlib.suppress(AttributeError, RuntimeError):  # as when torch is being imported, and in torch 2.6
+        found = torch.accelerator.current_accelerator()
+        return str(found.type) if found is not None and found.type not in (NVIDIA, "mps") else None
+    return None
 
 
 @functools.cache
@@ -145,31 +168,55 @@ def _may_serve_others() -> bool:
     return "+xpu" in version or bool(importlib.metadata.entry_points(group="torch.backends"))
 
 
+class _Listing(NamedTuple):
+    """What torch tells in a process of its own."""
+
+    kind: str | None
+    devices: tuple[OtherDevice, ...]
+
+
 @functools.cache
-def _others_by_torch() -> tuple[OtherDevice, ...]:
+def _listed_by_torch() -> _Listing:
+    # lagom may be in an archive on the path.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _LISTING]
+    why = "it printed no list"
     try:
-        command = [sys.executable, "-c", _LISTING]
-        found = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }  # lagom may be in an archive there
-        text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=found).stdout
-        devices: list[Any] = json.loads(text.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return ()
-    return tuple(OtherDevice(*device) for device in devices)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines() or [f"status {run.returncode}"]
+        if run.returncode == 0:
+            kind, devices = json.loads(lines[-1])
+            return _Listing(kind, tuple(OtherDevice(*device) for device in devices))
+        why = lines[-1]
+    except subprocess.TimeoutExpired:
+        why = "it took longer than 120 s"
+    except OSError as error:
+        why = str(error)
+    except (ValueError, TypeError):
+        pass
+    log.warning(
+        "a new Python with torch could not list this machine's accelerators (%s), so ranks do not use them; "
+        '%s -c "import torch; print(torch.accelerator.device_count())" shows the whole error, and '
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading packages for accelerators",
+        why,
+        sys.executable,
+    )
+    return _Listing(None, ())
 
 
 _LISTING = """
-import json, torch
-from lagom.accelerators import available_accelerator, device_module, total_bytes
-kind = available_accelerator()
-indices = range(device_module(kind).device_count()) if kind is not None and kind.type != "cuda" else ()
-devices = [torch.device(kind.type, index) for index in indices]
+import json
+from lagom.accelerators import current_accelerator, device_module, total_bytes
+import torch
+kind = current_accelerator()
+if kind is not None and kind.type == "cuda":
+    kind = None
+count = device_module(kind).device_count() if kind is not None and device_module(kind).is_available() else 0
+devices = [torch.device(kind.type, index) for index in range(count)]
 print()
-print(json.dumps([(str(device), total_bytes(device)) for device in devices]))
+print(json.dumps([kind and kind.type, [(str(device), total_bytes(device)) for device in devices]]))
 """
-"""Program that prints the devices of this machine that are not NVIDIA's."""
+"""Program that prints torch's kind of accelerator and the devices of this machine, unless they are NVIDIA's."""
 
 
 @functools.cache

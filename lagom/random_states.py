@@ -8,9 +8,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+LIBRARIES = frozenset(("random", "numpy", "torch"))
+"""Names of generators on the CPU; all others are kinds of accelerators."""
+
 
 def random_states() -> dict[str, Any]:
-    """Return the states of random's generator, and of numpy's and torch's if they are loaded."""
+    """Return the states of random's generator, and of numpy's and torch's if they are loaded.
+
+    Those of accelerators are under torch's name of their kind, such as "xpu".
+    """
     states: dict[str, Any] = {"random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
@@ -18,8 +24,7 @@ def random_states() -> dict[str, Any]:
         states["torch"] = torch.get_rng_state()
         from lagom.accelerators import generator_states  # it imports torch
 
-        if (on_devices := generator_states()) is not None:
-            states["accelerator"] = on_devices
+        states |= generator_states()
     return states
 
 
@@ -34,10 +39,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(states["torch"])
-        if "accelerator" in states:
+        if states.keys() - LIBRARIES:
             from lagom.accelerators import set_generator_states
 
-            set_generator_states(states["accelerator"])
+            set_generator_states(states)
 
 
 def equal_random_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
@@ -75,14 +80,15 @@ def start_random_states(states: Mapping[str, Any]) -> None:
     """
     import torch
 
-    from lagom.accelerators import seed_generators
+    from lagom.accelerators import current_accelerator, seed_generators
 
     if "torch" not in states:
         seed_torch(states["entropy"])
     if "numpy" not in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
-    if "accelerator" not in states:
+    device = current_accelerator()
+    if device is not None and device.type not in states:
         seed_generators(torch.initial_seed())  # the seed of the driver, whose manual_seed seeds accelerators too
 
 

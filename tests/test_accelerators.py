@@ -68,6 +68,7 @@ def _installed(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(torch, KIND, module, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(KIND))
     torch.get_device_module.cache_clear()
+    accelerators.select_device(torch.device(KIND, 0))
     yield module
     torch.get_device_module.cache_clear()
 
@@ -78,9 +79,9 @@ DEVICE = torch.device(KIND, 1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_an_accelerator_everything_says_so() -> None:
     assert accelerators.available_accelerator() is None
-    assert accelerators.generator_states() is None
+    assert accelerators.generator_states() == {}
     assert accelerators.current_index() == -1
-    assert "accelerator" not in random_states()
+    assert random_states().keys() <= {"random", "numpy", "torch"}
     assert accelerators.free_bytes(torch.device("cpu")) is None
     assert accelerators.record_event(torch.zeros(1)) is None
     assert not accelerators.is_accelerator(torch.device("cpu"))
@@ -104,13 +105,37 @@ def test_a_device_of_another_maker_is_selected(fake: FakeModule) -> None:
 
 def test_states_of_all_devices_are_kept_and_restored(fake: FakeModule) -> None:
     before = random_states()
-    assert len(before["accelerator"]) == 2
+    assert len(before[KIND]) == 2
     first = [fake.draw(), fake.draw()]
     assert not equal_random_states(before, random_states())
     set_random_states(before)
     assert equal_random_states(before, random_states())
     assert [fake.draw(), fake.draw()] == first
-    set_random_states(before | {"accelerator": [*before["accelerator"], torch.zeros(16)]})  # of a machine with more
+    set_random_states(before | {KIND: [*before[KIND], torch.zeros(16)]})  # of a machine with more
+
+
+def test_states_of_another_kind_are_left_out(fake: FakeModule) -> None:
+    """A kind has its own form of a state, which another kind may take for its own."""
+    before = random_states()
+    states = {name: state for name, state in before.items() if name != KIND}
+    fake.manual_seed_all(5)
+    now = fake.generators[0].get_state()
+    set_random_states(states | {"cuda": before[KIND]})
+    assert torch.equal(fake.generators[0].get_state(), now)
+    assert not equal_random_states(before, states | {"cuda": before[KIND]})
+
+
+def test_states_of_gpus_in_older_snapshots_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0.3 wrote ``torch.cuda.get_rng_state_all()`` under "cuda"."""
+    gpu = FullModule()
+    monkeypatch.setattr(torch, "cuda", gpu)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    torch.get_device_module.cache_clear()
+    states = random_states() | {"cuda": [torch.Generator().manual_seed(7).get_state()]}
+    set_random_states(states)
+    drawn = gpu.draw()
+    torch.get_device_module.cache_clear()
+    assert drawn == float(torch.rand((), generator=torch.Generator().manual_seed(7)))
 
 
 def test_states_that_are_restored_do_not_begin_to_use_a_device(full: FullModule) -> None:
@@ -124,7 +149,7 @@ def test_apples_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     assert accelerators.current_accelerator() is None
     assert other_devices() == ()
-    assert "accelerator" not in random_states()
+    assert random_states().keys() <= {"random", "numpy", "torch"}
 
 
 def test_the_device_of_a_rank_is_the_first_whichever_it_is(fake: FakeModule) -> None:
@@ -135,21 +160,32 @@ def test_the_device_of_a_rank_is_the_first_whichever_it_is(fake: FakeModule) -> 
         accelerators.select_device(torch.device(KIND, rank))
         fake.draw()
         found.append(random_states())
-    assert equal_random_states(*({"accelerator": states["accelerator"]} for states in found))
+    assert equal_random_states(*({KIND: states[KIND]} for states in found))
     fake.manual_seed_all(1)
     set_random_states(found[0])  # rank 0's, on rank 1
     assert fake.draw() == float(torch.rand(2, generator=torch.Generator().manual_seed(1))[1])
 
 
+def test_the_order_of_states_is_that_of_the_ranks_device_in_every_thread(fake: FakeModule) -> None:
+    """torch has a current device for each thread, and a program may change it."""
+    accelerators.select_device(DEVICE)
+    fake.draw()
+    before = random_states()
+    fake.set_device(0)  # as in another thread, or by the program
+    assert equal_random_states(before, random_states())
+    set_random_states(before)
+    assert equal_random_states(before, random_states())
+
+
 def test_states_of_a_machine_with_an_accelerator_are_set_without_one() -> None:
     before = random_states()
-    set_random_states(before | {"accelerator": [torch.get_rng_state()]})
+    set_random_states(before | {KIND: [torch.get_rng_state()], "cuda": [torch.zeros(16, dtype=torch.uint8)]})
     assert torch.equal(torch.get_rng_state(), before["torch"])
 
 
 def test_devices_are_seeded_with_torch(fake: FakeModule) -> None:
     fake.draw()
-    states = {name: state for name, state in random_states().items() if name != "accelerator"}
+    states = {name: state for name, state in random_states().items() if name != KIND}
     start_random_states(states | {"entropy": 3})
     wanted = torch.Generator().manual_seed(torch.initial_seed()).get_state()
     assert all(torch.equal(generator.get_state(), wanted) for generator in fake.generators)
@@ -168,6 +204,19 @@ def test_a_rank_draws_on_its_device_from_a_stream_of_its_own(fake: FakeModule) -
         assert fake.draw() == float(torch.rand((), generator=own))
         second.swap_out(replaced)
     assert fake.draw() == float(torch.rand((), generator=common))
+
+
+def test_a_stream_of_a_rank_is_on_its_device_whichever_is_the_current_one(fake: FakeModule) -> None:
+    accelerators.select_device(DEVICE)
+    fake.set_device(0)  # by the program
+    states = [generator.get_state() for generator in fake.generators]
+    second = accelerators.OwnGenerator(DEVICE, 7)
+    replaced = second.swap_in()
+    fake.set_device(1)
+    assert fake.draw() == float(torch.rand((), generator=torch.Generator().manual_seed(7)))
+    second.swap_out(replaced)
+    assert all(map(torch.equal, states, [generator.get_state() for generator in fake.generators]))
+    assert fake.current == 1
 
 
 def test_forwards_draw_from_the_ranks_own_stream_on_its_device(fake: FakeModule) -> None:
@@ -219,7 +268,7 @@ def test_streams_of_a_kind_that_has_them(full: FullModule) -> None:
     full.records = True
     assert accelerators.is_recording(DEVICE)
     full.is_begun = False
-    assert accelerators.generator_states() is None  # reading them would begin to use the device
+    assert accelerators.generator_states() == {}  # reading them would begin to use the device
     assert accelerators.current_index() == -1
 
 
@@ -227,6 +276,16 @@ def test_emulated_bfloat16_does_not_count(full: FakeModule, monkeypatch: pytest.
     assert not accelerators.has_bf16(DEVICE)
     monkeypatch.setattr(full, "is_bf16_supported", lambda: True)  # without the argument, as in older versions
     assert accelerators.has_bf16(DEVICE)
+
+
+def test_a_package_without_devices_leaves_the_gpus_of_a_build_for_nvidias(
+    plain: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch names the kind of a package first, even where there is no device of it."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert accelerators.current_accelerator() == torch.device(KIND)
+    monkeypatch.setattr(plain, "is_available", lambda: False)
+    assert accelerators.current_accelerator() == torch.device("cuda")
 
 
 def test_only_gpus_are_called_so() -> None:

@@ -130,8 +130,8 @@ ROOMS = {
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.scoring": (
-        "errors extension extensions.data.column_types extensions.data.parquet extensions.data.sources launch program "
-        "random_states result settings spark cloudpickle mlflow numpy pandas pyarrow pyspark torch"
+        "accelerators errors extension extensions.data.column_types extensions.data.parquet extensions.data.sources "
+        "launch program random_states result settings spark cloudpickle mlflow numpy pandas pyarrow pyspark torch"
     ),
     "extensions.search": (
         "cli cli_options cluster config digests driver errors experiment extension extensions "

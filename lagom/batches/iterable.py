@@ -48,7 +48,7 @@ class ShardedCollate:
         self._is_in_worker = False
         # Kind of sharding, and whether the pass is training. Persistent workers outlive the pass that started them, so
         # they read both from shared memory.
-        self._how = torch.zeros(2, dtype=torch.int64)
+        self._how = torch.zeros(2, dtype=torch.int64, device="cpu")
         if loader.persistent_workers:
             self._how.share_memory_()
 

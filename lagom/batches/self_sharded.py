@@ -127,7 +127,7 @@ class SelfShardedSource:
         assert session.backwards.divergence is not None
         never = self._ended and not self._has_last
         row = [num_mine, num_mine * num_mine, not self._ended, never]
-        numbers = torch.tensor(row, dtype=torch.float64)
+        numbers = torch.tensor(row, dtype=torch.float64, device="cpu")
         if not session.backwards.agreement.sum(numbers, signature(_PLACE.encode())):
             session.backwards.divergence.find_divergence(_PLACE)
             raise DivergenceError("other ranks were not at the next batch of a data set that shards itself")

@@ -162,8 +162,8 @@ class PackedTensors:
         self._sections: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
         start = end = 0
         num_bytes = sum(_aligned(sum(size_of(*kinds[i]) for i in part)) for part in by_type.values())
-        packed = torch.zeros(num_bytes, dtype=torch.uint8)
-        totals = torch.zeros(2 * num_bytes, dtype=torch.uint8)
+        packed = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        totals = torch.zeros(2 * num_bytes, dtype=torch.uint8, device="cpu")
         for dtype, part in by_type.items():
             sizes = [kinds[i][1].numel() for i in part]
             num_bytes = sum(sizes) * dtype.itemsize

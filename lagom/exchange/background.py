@@ -204,4 +204,9 @@ class _RecordedWork:
 
 def named(operation: str, error: Exception) -> CollectiveError:
     """Return the error to raise when ``operation`` failed with ``error``."""
+    if "Duplicate GPU" in str(error):  # NCCL's text
+        return CollectiveError(
+            f"{operation} failed, because two ranks use one device: name devices without a number, such as "
+            f"torch.accelerator.current_accelerator(), since each rank has its own selected: {error}"
+        )
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")

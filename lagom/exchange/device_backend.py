@@ -51,9 +51,14 @@ def is_served(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def make_device_group(
-    backend: str, device: torch.device, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+    backend: str, device: torch.device, store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
 ) -> Any:
-    """Return a process group of ``backend`` that torch.distributed does not know of; see Note [The class of "nccl"]."""
+    """Return a process group of ``backend`` that torch.distributed does not know of; see Note [The class of "nccl"].
+
+    Args:
+        name: differs between groups of the same ranks, whose keys in ``store`` begin with it.
+    """
+    store = dist.PrefixStore(name, store)
     _register(backend)
     plugin = dist.Backend._plugins.get(backend.upper())
     with _bound(device):
@@ -65,7 +70,7 @@ def make_device_group(
         options.store = store
         options.group_rank, options.group_size = rank, size
         options.timeout = timeout
-        options.group_id = f"lagom {backend}"
+        options.group_id = f"lagom {name}"
         options.global_ranks_in_group = list(range(size))
         return plugin.creator_fn(options, None)
 

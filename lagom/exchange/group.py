@@ -209,7 +209,7 @@ class Group(RequestExchange):
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
         """Return the ``data`` of rank ``root``; the other ranks' data is ignored."""
-        frame = torch.zeros(8 + _FIRST, dtype=torch.uint8)
+        frame = torch.zeros(8 + _FIRST, dtype=torch.uint8, device="cpu")
         if self.rank == root:
             frame[:8] = _as_tensor(len(data).to_bytes(8, "little"))
             frame[8 : 8 + min(len(data), _FIRST)] = _as_tensor(data[:_FIRST])
@@ -218,7 +218,8 @@ class Group(RequestExchange):
         head = _as_bytes(frame[8 : 8 + min(length, _FIRST)])
         if length <= _FIRST:
             return head
-        rest = _as_tensor(data[_FIRST:]) if self.rank == root else torch.empty(length - _FIRST, dtype=torch.uint8)
+        is_root = self.rank == root
+        rest = _as_tensor(data[_FIRST:]) if is_root else torch.empty(length - _FIRST, dtype=torch.uint8, device="cpu")
         self.broadcast(rest, root)
         return head + _as_bytes(rest)
 
@@ -306,7 +307,12 @@ def _sum_parts(memory: Communicator, whole: torch.Tensor, counts: Sequence[int],
 
 def _as_tensor(data: bytes) -> torch.Tensor:
     """Return a copy of ``data`` as a tensor of uint8."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    # The program may have set another default device.
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:

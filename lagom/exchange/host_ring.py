@@ -60,7 +60,7 @@ class HostRing:
         self._num = num_homes
         self._timeout_s = min(timeout_s, _LONGEST_S)
         self._exchange = _ExchangeFacts(0, 0, torch.uint8, 0, 1)
-        self._arrived = torch.empty(BLOCK, dtype=torch.uint8)
+        self._arrived = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
         self._is_encrypted = not (isinstance(following, socket.socket) and isinstance(preceding, socket.socket))
         self._is_closed = False
         self._thread = BackgroundExchanges("lagom-ring")

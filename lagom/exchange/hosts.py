@@ -132,7 +132,7 @@ class HostTransport(Transport):
             A tensor of shape (hosts, most ranks of a host, bytes), complete on first ranks when the work is done; and
             the work, None on other ranks.
         """
-        blocks = torch.empty((len(self.homes), self._most, len(part)), dtype=torch.uint8)
+        blocks = torch.empty((len(self.homes), self._most, len(part)), dtype=torch.uint8, device="cpu")
         mine = blocks[self._home]
         if self.near is None:
             mine[0] = part

@@ -87,7 +87,7 @@ class MeshTransport(Transport):
 
 
 def _tensor(row: memoryview) -> torch.Tensor:
-    return torch.frombuffer(row, dtype=torch.uint8) if len(row) else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(row, dtype=torch.uint8) if len(row) else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _pieces(tensor: torch.Tensor, size: int = _PART) -> Iterator[torch.Tensor]:

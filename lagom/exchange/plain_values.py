@@ -142,7 +142,7 @@ def _decoded_of_torch(name: str, held: Any, take: Callable[[int], bytes]) -> Any
     if name == "tensor":
         kind, shape, size = held
         if not size:
-            return torch.empty(shape, dtype=_type(kind))
+            return torch.empty(shape, dtype=_type(kind), device="cpu")
         return torch.frombuffer(bytearray(take(size)), dtype=torch.uint8).view(_type(kind)).view(shape)
     raise ValueError(f"a value of another rank is of an unknown kind, {name!r}")
 

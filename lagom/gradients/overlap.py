@@ -135,7 +135,9 @@ class OverlappedBackward:
             return found
         for i, bucket in enumerate(buckets):
             leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
-            shard_map = self.shard_store.bucket_shard_map(leaves) if all(id(leaf) in early for leaf in leaves) else None
+            # Parts are summed in shared memory, so gradients on an accelerator are cut when they have arrived whole.
+            has_parts = all(id(leaf) in early and leaf.is_cpu for leaf in leaves)
+            shard_map = self.shard_store.bucket_shard_map(leaves) if has_parts else None
             if shard_map is not None:
                 found[i] = shard_map
         return found

@@ -57,8 +57,7 @@ def process_group(
         from lagom.exchange.device_backend import make_device_group
 
         _use_interface(rank_spec.ip)
-        prefixed = dist.PrefixStore(name, store)
-        made.append(make_device_group(str(backend), device, prefixed, rank_spec.rank, world_size, timeout))
+        made.append(make_device_group(str(backend), device, store, name, rank_spec.rank, world_size, timeout))
         return made[-1]
 
     group = Group(

@@ -154,7 +154,9 @@ def _untyped_storage(buffer: Any, device: str) -> Any:
     from lagom.accelerators import available_accelerator
 
     here = available_accelerator()
-    return storage.to(device=here) if here is not None and here.type == device else storage
+    if here is None or here.type != device:
+        return storage
+    return memory.to(here).untyped_storage()  # a storage's own ``to`` asks for functions that not every kind has
 
 
 def _typed_storage(storage: Any, dtype: Any) -> Any:

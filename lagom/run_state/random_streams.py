@@ -21,7 +21,7 @@ from lagom.accelerators import OwnGenerator, is_accelerator
 from lagom.errors import DivergenceError
 from lagom.patching.importers import Importers, on_import
 from lagom.patching.replace import replaced
-from lagom.random_states import equal_state, random_states, seed_torch, state_digest
+from lagom.random_states import LIBRARIES, equal_state, random_states, seed_torch, state_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -91,7 +91,7 @@ class CommonStreams:
         self._num_restarts += 1
         origin = torch.initial_seed() if self._seed is None else self._seed
         seed = derive_seed("common", origin, self._num_restarts)
-        if "torch" in names or "accelerator" in names:
+        if "torch" in names or names - LIBRARIES:
             seed_torch(seed)
         if "random" in names:
             random.seed(seed)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
-from lagom.cluster import Cluster
+from lagom.cluster import NVIDIA, Cluster, other_kind
 from lagom.errors import PlanError
 from lagom.plan import Plan
 
@@ -72,7 +72,7 @@ class SparkFacts:
             launcher="spark",
             slots=self.slots(),
             encrypted=self.encrypted,
-            gpus_per_slot=self._gpus_per_task(),
+            **self._devices_per_task(),
             remedy=_remedy(self.master),
         )
 
@@ -135,10 +135,13 @@ class SparkFacts:
         """Context manager that sets the Python in which Spark's tasks run; Connect sets none."""
         yield
 
-    def _gpus_per_task(self) -> int:
+    def _devices_per_task(self) -> dict[str, Any]:
+        """Return the facts about accelerators, whose kind is that of this Python's torch: executors have the same."""
         amount = float(self.conf("spark.task.resource.gpu.amount", "0"))
+        if amount == 0:
+            return {}
         # With a fraction, several tasks share a GPU, and each task still sees one GPU.
-        return 0 if amount == 0 else max(1, int(amount))
+        return {"gpus_per_slot": max(1, int(amount)), "device_kind": other_kind() or NVIDIA}
 
     def _elastic_cluster(self) -> Cluster:
         if self.conf("spark.speculation", "false").lower() == "true":
@@ -151,7 +154,7 @@ class SparkFacts:
             launcher="spark",
             slots=int(most) * max(1, cores) if bounded else max(1, now),
             oversubscribe=not bounded,  # without a bound, Spark allocates as many executors as the job needs
-            gpus_per_slot=self._gpus_per_task(),
+            **self._devices_per_task(),
             barrier=False,
             encrypted=self.encrypted,
             remedy="raise spark.dynamicAllocation.maxExecutors",

@@ -147,7 +147,7 @@ def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
     Spark calls all of them "gpu" (``spark.task.resource.gpu.amount``).
 
     Raises:
-        PlanError: if Spark gave the task fewer GPUs than it has ranks.
+        PlanError: if Spark gave the task fewer GPUs than it has ranks, or NVIDIA's where torch serves another kind.
     """
     if not spec.plan.gpu:
         return []
@@ -157,7 +157,15 @@ def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
         raise PlanError(f"this task was to have {spec.plan.ranks_per_slot} GPUs, and Spark gave it {addresses}")
     if others := other_devices():
         kind = kind_of_device(others[0].name)
-        return [f"{kind}:{address}" for address in addresses]
+        names = [f"{kind}:{address}" for address in addresses]
+        if unknown := [name for name in names if name not in {device.name for device in others}]:
+            raise PlanError(
+                f"Spark gave this task {addresses}, and torch's accelerator there is {kind!r}, with "
+                f"{', '.join(device.name for device in others)}, so {unknown[0]!r} is no device; have the discovery "
+                "script of the resource 'gpu' print the numbers of these devices, or, if it prints NVIDIA's GPUs, set "
+                "TORCH_DEVICE_BACKEND_AUTOLOAD=0 on the executors, with which torch does not load the other kind"
+            )
+        return names
     return [visible(address, os.environ.get("CUDA_VISIBLE_DEVICES", "")) for address in addresses]
 
 

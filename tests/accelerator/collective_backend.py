@@ -185,6 +185,10 @@ class Communicator(_Base):  # type: ignore[misc]
         """Give up the exchanges in progress."""
         self._end("the process group has been aborted")
 
+    def forget(self, work: DeviceWork) -> None:
+        """Let go of the memory of an exchange that has filled it."""
+        self._unfinished = [one for one in self._unfinished if one is not work]
+
     def _end(self, why: str) -> None:
         self._calls.put(None)
         self.broken = self.broken or why
@@ -300,10 +304,10 @@ class Communicator(_Base):  # type: ignore[misc]
         return [one[:length].clone().view(part.dtype) for one, length in zip(parts, lengths, strict=True)]
 
     def _all_gather_text(self, text: str) -> list[str]:
-        own = torch.zeros(_HEADER, dtype=torch.uint8)
+        own = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")
         data = text.encode()[:_HEADER]
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(_HEADER, dtype=torch.uint8) for _ in range(self._size)]
+        parts = [torch.empty(_HEADER, dtype=torch.uint8, device="cpu") for _ in range(self._size)]
         self._gather(parts, own)
         return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
 
@@ -364,6 +368,7 @@ class DeviceWork(dist.Work):
                         view = torch.ops.lagomtest.host_view(output.detach())
                         view.copy_(value.reshape(view.shape))
                 self._results = []
+                self._group.forget(self)
 
     def wait(self, timeout: Any = None) -> bool:
         """Have the current stream wait for the exchange."""

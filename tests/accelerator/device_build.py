@@ -57,6 +57,8 @@ def _compiler() -> str:
 
 def _build(target: Path) -> None:
     """Compile all sources, two at a time, and move the finished folder to its place."""
+    if not shutil.which(_compiler()):
+        raise RuntimeError(f"there is no C++ compiler {_compiler()!r} for the test device; install one, or set CXX")
     spec = find_spec("torch")  # not imported: it would load the device
     assert spec is not None
     assert spec.origin is not None

@@ -30,7 +30,11 @@ from tests.accelerator.device_build import ROOT, can_build, folder, library
 from tests.rank_processes import TIMEOUT_S, RankFailedError, on_new_ranks
 
 Parameters = ParamSpec("Parameters")
-needs_device = pytest.mark.skipif(not can_build(), reason="no C++ compiler to build the test device with")
+needs_device = pytest.mark.skipif(
+    not can_build() and os.environ.get("LAGOM_TEST_NEEDS_DEVICE") != "1",
+    reason="the path on GPUs is not tested: there is no C++ compiler (CXX, or c++) to build the test device with",
+)
+"""Skips without a compiler; CI sets the variable, with which such tests fail."""
 RankFunction = Callable[[int, Any], Any]
 
 

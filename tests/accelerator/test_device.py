@@ -6,7 +6,10 @@ import copy
 import io
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.program.payload import Parcel, unpack
+from tests.accelerator.device_build import ROOT
 from tests.accelerator.device_processes import needs_device, with_device
 
 pytestmark = needs_device
@@ -364,3 +369,54 @@ def test_views_of_conjugates_have_the_gradients_of_the_cpu() -> None:
         assert parameter.grad is not None
         gradients.append(parameter.grad.cpu())
     torch.testing.assert_close(*gradients)
+
+
+def test_without_a_compiler_the_tests_are_skipped_by_name_or_fail(tmp_path: Path) -> None:
+    text = """
+import sys, pytest
+from pathlib import Path
+from tests.accelerator import device_build
+device_build.folder = lambda: Path(sys.argv[1], "none")
+from tests.accelerator.device_build import ROOT
+from tests.accelerator.device_processes import needs_device
+print(needs_device.args, needs_device.kwargs["reason"])
+device_build.library()
+"""
+    found = []
+    for needed in ("0", "1"):
+        environment = {**os.environ, "CXX": "no-compiler", "LAGOM_TEST_NEEDS_DEVICE": needed}
+        command = [sys.executable, "-c", text, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
+        assert "RuntimeError: there is no C++ compiler 'no-compiler' for the test device" in run.stderr
+        found.append(run.stdout)
+    assert found[0].startswith("(True,) the path on GPUs is not tested")
+    assert found[1].startswith("(False,)")
+
+
+@with_device()
+def test_inference_mode_is_as_on_the_cpu() -> None:
+    layer, x = nn.Linear(2, 2).to(HERE), torch.ones(2, 2, device=HERE)
+    with torch.inference_mode():
+        found = layer(x)
+        made = torch.zeros(2, device=HERE)
+    assert (found.is_inference(), made.is_inference(), made.view(2, 1).is_inference()) == (True, True, True)
+    assert torch.equal(found, layer(x))
+    assert not layer.weight.is_inference()
+    with torch.inference_mode():
+        part = x[0]  # a view of a tensor that may be changed elsewhere
+    x.add_(1)
+    assert part.tolist() == [2, 2]
+    assert part._version == x._version == 1
+
+
+@with_device()
+def test_tensors_travel_to_a_kind_whose_module_has_few_functions() -> None:
+    """torch asks a module of all kinds for very little; a storage's ``to`` asks for the context manager ``device``."""
+    module = torch.get_device_module()
+    vars(module).pop("device")
+    x = torch.arange(40_000.0, device=HERE)
+    whole, part = unpack(bytearray(Parcel([x, x[1:3]]).tobytes()))
+    assert (whole.device.type, part.tolist()) == ("lagomtest", [1, 2])
+    assert torch.equal(whole, x)
+    whole.zero_()
+    assert part.tolist() == [0, 0]

@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests import ranks
 from tests.accelerator.device_processes import needs_device, with_device
@@ -33,8 +35,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Programs of tests/programs/short, by their files."""
-UNSUPPORTED = {"inference_modes", "saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
-"""Programs that need what the device lacks (sparse tensors, versions of inference tensors), or tensors of the CPU."""
+UNSUPPORTED = {"saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
+"""Programs that need sparse tensors, which the device lacks, or tensors of the CPU."""
 
 
 @pytest.mark.parametrize("file", PROGRAMS)
@@ -62,10 +64,18 @@ def test_all_programs_give_what_one_process_or_one_rank_gives(file: str) -> None
     assert failed == UNSUPPORTED & verdicts.keys(), verdicts
 
 
+def place() -> str:
+    """Return the device to which lagom has moved a batch."""
+    (batch,) = next(iter(DataLoader(TensorDataset(torch.ones(2, 1)))))
+    return str(batch.device)
+
+
 def compare(file: str, names: tuple[str, ...]) -> None:
     programs = {name: test_short.PROGRAMS[file][name] for name in names}
     plain = judge.one_after_another(programs, 1, patches=False)
-    found = judge.one_after_another(programs, 2, batches="whole", always_slices=True)
+    found = judge.one_after_another({**programs, "place": place}, 2, batches="whole", always_slices=True)
+    devices = ["lagomtest:0", "lagomtest:1"] if ranks.DEVICE == "lagomtest" else ["lagomtest:0"] * 2
+    assert [rank.value for rank in found["place"].ranks] == devices
     for name in programs:
         for rank in found[name].ranks:
             assert judge.differences(rank.value, plain[name].ranks[0].value) == [], name

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.errors import CollectiveError
 from tests.accelerator.device_processes import needs_device, with_driver
 from tests.extensions.resume import training
 from tests.extensions.resume.kills import killed
@@ -106,18 +107,21 @@ def test_ranks_with_a_device_each_have_the_numbers_of_one_process(
     check(on_ranks(world_size, hparams={"device": device, "pin": True}, **settings), plainly())
 
 
-def without_devices() -> Any:
-    return train()["weights"]
+def with_one_kind() -> tuple[Any, set[str]]:
+    """Return the weights, and the kinds of devices in place of devices, which differ between ranks."""
+    found = train()
+    return found["weights"], {device.partition(":")[0] for device in found["devices"]}
 
 
 @with_driver(4)
 def test_a_rehearsal_finds_no_difference(tmp_path: Path) -> None:
-    found = on_ranks(2, without_devices, verify=True, run_dir=tmp_path).value
+    found, kinds = on_ranks(2, with_one_kind, verify=True, run_dir=tmp_path).value
+    assert kinds == {"lagomtest"}
     torch.testing.assert_close(found, plainly()["weights"], rtol=1e-9, atol=1e-11)
 
 
 def large() -> dict[str, Any]:
-    """Gradients of 8 MB in each of three layers, which travel while the backward runs; dropout by the device."""
+    """Gradients of 8 MB in each of three layers, which travel while the backward runs."""
     torch.manual_seed(1)
     model = nn.Sequential(
         *(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.Tanh())), nn.Linear(1024, 1)
@@ -135,9 +139,10 @@ def large() -> dict[str, Any]:
     return {"weights": weights, "losses": [one.item() for one in losses], "devices": [str(model[0].weight.device)]}
 
 
+@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
 @with_driver(4)
-def test_gradients_that_travel_while_the_backward_runs() -> None:
-    check(on_ranks(2, large), plainly(large))
+def test_gradients_that_travel_while_the_backward_runs(zero_lvl: Any) -> None:
+    check(on_ranks(2, large, zero_lvl=zero_lvl), plainly(large))
 
 
 def halves(asked: str) -> dict[str, Any]:
@@ -182,7 +187,19 @@ def test_mixed_precision_gives_about_the_numbers_of_one_rank(asked: Any) -> None
 @pytest.mark.parametrize("pin_memory", [False, True])
 @with_driver(4)
 def test_no_steady_step_of_a_program_waits_for_the_device(pin_memory: bool) -> None:
-    assert len(on_ranks(1, steady, hparams={"width": 8, "pin_memory": pin_memory}).value) == 16
+    losses, device = on_ranks(1, steady, hparams={"width": 8, "pin_memory": pin_memory}).value
+    assert (len(losses), device) == (15, "lagomtest:0")
+
+
+@pytest.mark.parametrize("width", [8, 1024])
+@with_driver(4)
+def test_no_steady_step_of_two_ranks_waits_for_the_device(width: int) -> None:
+    """Steps 1, 2, 4, 8 and 16 compare the ranks' parameters; gradients of 4 MB travel while the backward runs."""
+    hparams = {"width": width, "pin_memory": True, "first": 9}
+    one = on_ranks(1, steady, hparams=hparams).value
+    for rank, (losses, device) in enumerate(on_ranks(2, steady, hparams=hparams).per_rank):
+        assert device == f"lagomtest:{rank}"
+        assert losses == pytest.approx(one[0], rel=1e-5)
 
 
 def dropped() -> list[float]:
@@ -194,23 +211,27 @@ def dropped() -> list[float]:
     return [*found, torch.rand((), device=device).item(), torch.rand(()).item()]
 
 
-def drawn_apart() -> tuple[list[float], float]:
-    """Draw in forwards of a part of each batch, and on the device in between."""
+def drawn_apart() -> tuple[list[float], float, list[float]]:
+    """Draw in forwards of a part of each batch, of equal rows, and on the device in between; return outputs last."""
     torch.manual_seed(0)
     first = nn.Linear(4, 64)
     model = nn.Sequential(first, nn.Dropout(0.5), nn.Linear(64, 1)).double()
-    draws = []
+    draws, outputs = [], []
     for (x,) in DataLoader(TensorDataset(torch.ones(12, 4, dtype=torch.float64)), batch_size=4):
-        model(x).sum().backward()
+        found = model(x)
+        found.sum().backward()
+        outputs.append(found.detach().sum().item())
         draws.append(torch.rand((), device=x.device).item())
     assert first.weight.grad is not None
-    return draws, first.weight.grad.sum().item()
+    return draws, first.weight.grad.sum().item(), outputs
 
 
 @with_driver(4)
 def test_ranks_draw_equally_between_forwards_of_their_parts() -> None:
+    """In forwards each draws masks of its own."""
     first, second = on_ranks(2, drawn_apart, batches="split").per_rank
-    assert first == second
+    assert first[:2] == second[:2]
+    assert not set(first[2][1:]) & set(second[2][1:])
 
 
 @with_driver(4)
@@ -230,6 +251,7 @@ def test_a_killed_rank_continues_from_a_snapshot_with_the_state_of_the_device(tm
     with killed(folders[1], 1):
         result = experiment.lagom(training.train, training.config(folders[1], world_size=2, snapshot_every_s=0.1))
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+    assert [found["device"] for found in result.per_rank] == ["lagomtest:0", "lagomtest:1"]
     assert result["losses"] == wanted["losses"]
     assert result["weights"] == wanted["weights"]
 
@@ -280,3 +302,66 @@ def test_a_program_with_ddp_has_the_backend_of_the_device(tmp_path: Path) -> Non
     for backend, gradient in on_ranks(2, distributed, hparams={"folder": str(tmp_path)}).per_rank:
         assert "lagomtest:lagomccl" in backend
         assert gradient == [3, 3]
+
+
+def by_default(kind: str) -> dict[str, Any]:
+    """A program that has torch make all tensors on the device, and draws on it."""
+    torch.set_default_device(kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x = torch.rand(48, 16, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    order, noise = torch.Generator(device=kind).manual_seed(1), torch.Generator(device=kind).manual_seed(2)
+    losses = []
+    for _ in range(2):
+        for (rows,) in DataLoader(TensorDataset(x), batch_size=12, shuffle=True, generator=order):
+            optimizer.zero_grad()
+            rows = rows + torch.randn(rows.shape[1:], generator=noise, dtype=torch.float64)
+            loss = nn.functional.cross_entropy(model(rows), (rows.sum(dim=1) * 10).long() % 3)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
+    return {"weights": weights, "losses": losses, "devices": [str(rows.device)]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"batches": "split"}, {"zero_lvl": 3}], ids=str)
+@with_driver(4)
+def test_a_default_device_of_the_program_is_for_the_program_alone(settings: dict[str, Any]) -> None:
+    one = on_ranks(1, by_default, hparams={"kind": "lagomtest"})
+    check(on_ranks(2, by_default, hparams={"kind": "lagomtest"}, **settings), one.value)
+
+
+def on_the_first() -> float:
+    """A program that names a device by its number."""
+    model = nn.Linear(4, 1).to("lagomtest:0")
+    model(torch.ones(2, 4, device="lagomtest:0")).sum().backward()
+    return float(model.bias.grad)  # type: ignore[arg-type]
+
+
+@with_driver(4)
+def test_ranks_on_one_device_of_several_are_told_how_to_name_theirs() -> None:
+    with pytest.raises(CollectiveError, match="two ranks use one device: name devices without a number"):
+        on_ranks(2, on_the_first)
+
+
+def penalised(pin: bool = False) -> dict[str, Any]:
+    """A program that computes with parameters before the first forward of a batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for (x,) in DataLoader(TensorDataset(torch.rand(24, 16, dtype=torch.float64)), batch_size=8, pin_memory=pin):
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        optimizer.zero_grad()
+        loss = model(x).square().mean() + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
+    return {"weights": weights, "losses": losses, "devices": [str(model.weight.device)]}
+
+
+@with_driver(4)
+def test_parameters_are_on_the_device_before_a_batch_is_computed() -> None:
+    check(on_ranks(2, penalised), penalised())

@@ -32,8 +32,9 @@ class Group2:
     """Stand-in for ``ProcessGroupNCCL2``, the class of a plug-in of torch 2.15."""
 
 
-def made(backend: str, index: int = 0) -> Any:
-    return make_device_group(backend, torch.device("cuda", index), dist.HashStore(), 1, 3, TIMEOUT)
+def made(backend: str, index: int = 0, name: str = "own", store: Any = None) -> Any:
+    device = torch.device("cuda", index)
+    return make_device_group(backend, device, store or dist.HashStore(), name, 1, 3, TIMEOUT)
 
 
 class OldGroup:
@@ -96,6 +97,21 @@ def test_in_torch_2_15_nccl_is_the_class_of_the_plug_in(backends: pytest.MonkeyP
 def test_a_plug_in_with_the_short_interface_is_made_as_torch_makes_it(backends: pytest.MonkeyPatch) -> None:
     dist.Backend.register_backend("testccl", lambda store, rank, size, timeout: (rank, size, timeout), devices=["xpu"])
     assert made("testccl") == (1, 3, TIMEOUT)
+
+
+def test_groups_of_the_same_ranks_share_neither_a_name_nor_keys(backends: pytest.MonkeyPatch) -> None:
+    """A backend may name communicators, memory or files by the group's name."""
+    names, store = [], dist.HashStore()
+
+    def create(options: Any, of_backend: Any) -> None:
+        names.append(options.group_id)
+        assert not options.store.check(["address"])
+        options.store.set("address", "here")
+
+    dist.Backend.register_backend("testccl", create, extended_api=True, devices=["xpu"])
+    for name in ("own", "own aside"):
+        made("testccl", name=name, store=store)
+    assert len(set(names)) == 2
 
 
 def test_the_class_that_runs_is_told(backends: pytest.MonkeyPatch) -> None:

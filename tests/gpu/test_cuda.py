@@ -31,6 +31,8 @@ from tests.ranks import session_alone
 
 pytestmark = pytest.mark.gpu
 
+TIMEOUT = timedelta(seconds=60)
+
 
 def train(epochs: int) -> dict[str, Any]:
     """A program that knows of no GPU: nothing in it is moved anywhere."""
@@ -68,23 +70,24 @@ def test_a_program_that_knows_of_no_gpu_trains_on_it_with_the_numbers_of_the_cpu
 def test_mixed_precision_is_autocast_and_a_scaler_by_hand(asked: Any) -> None:
     dtype = torch.float16 if asked == "fp16" else torch.bfloat16
     config = TorchDistributedConfig(world_size=1, launcher="inline", mixed_precision=asked, hparams={"by_hand": None})
-    found = experiment.lagom(_half, config)
-    torch.testing.assert_close(found["weights"], _half(dtype)["weights"], rtol=0, atol=1e-6)
+    found = experiment.lagom(half, config)
+    torch.testing.assert_close(found["weights"], half(dtype)["weights"], rtol=0, atol=1e-6)
 
 
-def _half(by_hand: torch.dtype | None) -> dict[str, Any]:
+def half(by_hand: torch.dtype | None, kind: str = "cuda") -> dict[str, Any]:
+    """Train with autocast, and for float16 with a scaler; by the program itself, or by lagom."""
     torch.manual_seed(0)
-    device = torch.device("cuda")
+    device = torch.device(kind)
     model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(enabled=by_hand is torch.float16)
+    scaler = torch.amp.GradScaler(kind, enabled=by_hand is torch.float16)
     points = torch.linspace(-1, 1, 256, device=device).reshape(-1, 4)
     for _ in range(20):
         optimizer.zero_grad()
         if by_hand is None:
             found = model(points)
         else:
-            with torch.autocast("cuda", by_hand):
+            with torch.autocast(kind, by_hand):
                 found = model(points).float()
         scaler.scale(torch.nn.functional.mse_loss(found, points.prod(dim=1, keepdim=True))).backward()
         scaler.step(optimizer)
@@ -109,7 +112,7 @@ def test_a_tensor_on_the_gpu_comes_home_from_a_rank() -> None:
 def group_of_one() -> Iterator[Group]:
     """A group of one rank, whose tensors on the GPU go by NCCL."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, TIMEOUT)
     made: list[Any] = []
 
     def nccl(name: str) -> Any:
@@ -177,47 +180,57 @@ def check_buckets_leave_early(averager: GradientAverager, group: Group, device: 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("size", [8, 1 << 21])
 def test_no_steady_step_waits_for_the_gpu(size: int) -> None:
-    """Small gradients, and such as travel while the backward runs. Steps 8 and 16 compare the ranks' parameters."""
+    """Small gradients, and such as travel while the backward runs."""
     with group_of_one() as group:
-        averaging = averager(group)
-        parameter = torch.nn.Parameter(torch.ones(size, device="cuda"))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        for step in range(1, 16):
-            torch.cuda.set_sync_debug_mode("error" if step > 8 else "default")
-            try:
-                optimizer.zero_grad()
-                pending = BackwardGradients()
-                pending.expect([parameter])
-                averaging.begin_backward(pending)
-                parameter.square().sum().backward()
-                averaging.average_backward(pending)
-                optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(parameter.detach().cpu(), torch.full((size,), 0.8**15))
+        check_no_step_waits(averager(group), size, "cuda")
+
+
+def check_no_step_waits(averaging: GradientAverager, size: int, device: str) -> None:
+    """Take steps; steps 8 and 16 compare the ranks' parameters."""
+    module = torch.get_device_module(device)
+    parameter = torch.nn.Parameter(torch.ones(size, device=device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for step in range(1, 16):
+        module.set_sync_debug_mode("error" if step > 8 else "default")
+        try:
+            optimizer.zero_grad()
+            pending = BackwardGradients()
+            pending.expect([parameter])
+            averaging.begin_backward(pending)
+            parameter.square().sum().backward()
+            averaging.average_backward(pending)
+            optimizer.step()
+        finally:
+            module.set_sync_debug_mode("default")
+    torch.testing.assert_close(parameter.detach().cpu(), torch.full((size,), 0.8**15))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_batchnorm_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     with group_of_one() as group:
-        session = session_alone(tmp_path, "cuda:0")
-        session.group = group
-        session.forwards.sliced_forward = SimpleNamespace(share=BatchShare(16, 16, even=True))  # type: ignore[assignment]
-        over_ranks = WholeBatchStatistics(session, torch.nn.functional.batch_norm)
-        found, wanted = (torch.nn.BatchNorm1d(4).cuda().double() for _ in range(2))
-        x, weights = torch.rand(16, 4, device="cuda:0", dtype=torch.float64), torch.rand(4, device="cuda:0").double()
-        for step in range(3):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")
-            try:
-                running = (found.running_mean, found.running_var, 0.1)
-                given = x.clone().requires_grad_()
-                (over_ranks.batch_norm(given, running, found.weight, found.bias, 1e-5) ** 3 * weights).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            other = x.clone().requires_grad_()
-            (wanted(other) ** 3 * weights).sum().backward()
-            torch.testing.assert_close(given.grad, other.grad, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(found.running_var, wanted.running_var, rtol=1e-10, atol=0)
+        check_batchnorm_does_not_wait(group, tmp_path, "cuda:0")
+
+
+def check_batchnorm_does_not_wait(group: Group, folder: Path, device: str) -> None:
+    """Compare BatchNorm over a group of one rank with torch's."""
+    session, module = session_alone(folder, device), torch.get_device_module(device)
+    session.group = group
+    session.forwards.sliced_forward = SimpleNamespace(share=BatchShare(16, 16, even=True))  # type: ignore[assignment]
+    over_ranks = WholeBatchStatistics(session, torch.nn.functional.batch_norm)
+    found, wanted = (torch.nn.BatchNorm1d(4).to(device).double() for _ in range(2))
+    x, weights = torch.rand(16, 4, device=device, dtype=torch.float64), torch.rand(4, device=device).double()
+    for step in range(3):
+        module.set_sync_debug_mode("error" if step else "default")
+        try:
+            running = (found.running_mean, found.running_var, 0.1)
+            given = x.clone().requires_grad_()
+            (over_ranks.batch_norm(given, running, found.weight, found.bias, 1e-5) ** 3 * weights).sum().backward()
+        finally:
+            module.set_sync_debug_mode("default")
+        other = x.clone().requires_grad_()
+        (wanted(other) ** 3 * weights).sum().backward()
+        torch.testing.assert_close(given.grad, other.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.running_var, wanted.running_var, rtol=1e-10, atol=0)
 
 
 def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> None:

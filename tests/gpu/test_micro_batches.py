@@ -18,49 +18,57 @@ LAYERS, ROWS, WIDTH = 16, 4096, 2048
 """Each activation takes 32 MB."""
 
 
-def train(room: int | None) -> dict[str, Any]:
+def train(room: int | None, kind: str = "cuda", rows: int = ROWS, width: int = WIDTH) -> dict[str, Any]:
     """A program that knows of no lack of memory; ``room`` are bytes beyond what is held before."""
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))]
+    device, module = torch.device(kind), torch.get_device_module(kind)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))]
     model = nn.Sequential(*layers, nn.Dropout(0.1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(ROWS, 8, device=device)
+    x = torch.randn(rows, 8, device=device)
     model(x[:2]).sum().backward()  # what libraries allocate once
     optimizer.zero_grad()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
+    module.empty_cache()
+    total = module.get_device_properties(device).total_memory
     if room is not None:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+        module.set_per_process_memory_fraction((module.memory_reserved() + room) / total)
     try:
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        module.set_per_process_memory_fraction(1.0)
     weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
     return {"weights": weights, "draw": torch.rand((), device=device).item()}
 
 
-def run(room: int | None, **fields: Any) -> Any:
-    return experiment.lagom(
-        train, TorchDistributedConfig(world_size=1, launcher="inline", hparams={"room": room}, **fields)
-    )
+def run(room: int | None, options: dict[str, Any], **fields: Any) -> Any:
+    hparams = {"room": room, **options}
+    return experiment.lagom(train, TorchDistributedConfig(world_size=1, launcher="inline", hparams=hparams, **fields))
 
 
 def test_a_program_that_runs_out_of_memory_fits_in_parts() -> None:
+    check_parts_fit(300 * MB)
+
+
+def check_parts_fit(room: int, **options: Any) -> None:
     """Dropout on a GPU draws by its own kernels, for the whole batch in every part."""
-    wanted = run(None)
+    wanted = run(None, options)
     with pytest.raises(torch.OutOfMemoryError, match="micro_batches=2"):
-        run(300 * MB)
-    found = run(300 * MB, micro_batches=16)
+        run(room, options)
+    found = run(room, options, micro_batches=16)
     torch.testing.assert_close(found["weights"], wanted["weights"], rtol=1e-4, atol=1e-6)
     assert found["draw"] == wanted["draw"]
 
 
 @pytest.mark.parametrize("asked", ["bf16", False])
 def test_so_many_parts_give_the_gradients_of_one(asked: Any) -> None:
-    wanted, found = run(None, mixed_precision=asked), run(None, mixed_precision=asked, micro_batches=4)
+    check_parts_give_gradients_of_one(asked)
+
+
+def check_parts_give_gradients_of_one(asked: Any, **options: Any) -> None:
+    wanted = run(None, options, mixed_precision=asked)
+    found = run(None, options, mixed_precision=asked, micro_batches=4)
     limit = 1e-2 if asked else 1e-4
     torch.testing.assert_close(found["weights"], wanted["weights"], rtol=limit, atol=limit)

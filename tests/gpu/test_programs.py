@@ -31,12 +31,16 @@ def on_one(function: Any, **more: Any) -> Any:
     return experiment.lagom(function, TorchDistributedConfig(**(settings | more)))
 
 
-def steady(width: int, pin_memory: bool) -> list[float]:
-    """Take steps in which the host may not wait for the device, with batches from the CPU."""
+def steady(width: int, pin_memory: bool, first: int = 5) -> tuple[list[float], str]:
+    """Take 15 steps with batches from the CPU; return losses and device.
+
+    Args:
+        first: number of the first step, from 0 on, in which the host may not wait for the device.
+    """
     module = torch.get_device_module()
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.rand(256, width), torch.rand(256, 1))
+    data = TensorDataset(torch.rand(240, width), torch.rand(240, 1))
     losses = []
     try:
         for step, (x, y) in enumerate(DataLoader(data, batch_size=16, pin_memory=pin_memory)):
@@ -45,18 +49,18 @@ def steady(width: int, pin_memory: bool) -> list[float]:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-            if step == 4:
+            if step + 1 == first:
                 module.set_sync_debug_mode("error")
     finally:
         module.set_sync_debug_mode("default")
-    return [float(loss) for loss in losses]
+    return [float(loss) for loss in losses], str(losses[0].device)
 
 
 @pytest.mark.parametrize("width", [8, 2048])
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_no_steady_step_of_a_program_waits_for_the_gpu(width: int, pin_memory: bool) -> None:
-    losses = on_one(steady, hparams={"width": width, "pin_memory": pin_memory}).value
-    assert len(losses) == 16
+    losses, device = on_one(steady, hparams={"width": width, "pin_memory": pin_memory}).value
+    assert (len(losses), device) == (15, "cuda:0")
 
 
 def compiled(mode: str | None) -> torch.Tensor:
@@ -103,18 +107,19 @@ def test_a_rehearsal_finds_no_difference(world_size: int, monkeypatch: pytest.Mo
     assert found["devices"] == ["cuda:0"]
 
 
-def whole_state(ballast: bool) -> dict[str, Any]:
-    """Ask for the state of a sharded model, where the GPU has room for it, or not."""
-    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()  # 512 MB
-    x = torch.rand(2, 4096, device="cuda")
+def whole_state(ballast: bool, kind: str = "cuda", width: int = 4096, room: int = 400 * MB) -> dict[str, Any]:
+    """Ask for the state of a sharded model, where the device has room for it, or only ``room`` bytes."""
+    module = torch.get_device_module(kind)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(kind)  # 512 MB
+    x = torch.rand(2, width, device=kind)
     model(x).sum().backward()
     sums = [float(p.detach().double().sum()) for p in model.parameters()]
     model.zero_grad()
-    torch.cuda.empty_cache()
+    module.empty_cache()
     model[0](x)  # the ranks wait for each other: rank 1 has given back its memory when rank 0 asks what is free
     held = None
     if ballast and lagom.rank() == 0:
-        held = torch.empty(torch.cuda.mem_get_info()[0] - 400 * MB, dtype=torch.uint8, device="cuda")
+        held = torch.empty(module.mem_get_info()[0] - room, dtype=torch.uint8, device=kind)
     model(x)  # rank 1 goes on when rank 0 has the memory
     state = model.state_dict()
     devices = sorted({value.device.type for value in state.values()})
@@ -148,19 +153,24 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held() -> None:
         on_one(too_large)
 
 
-def predicted() -> tuple[int, Any]:
+def predicted(kind: str = "cuda", width: int = 512, attends: bool = True) -> tuple[int, Any]:
     """The bytes that a step holds before its backward, and the plan of them."""
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    x = torch.rand(16, 256, 512)
+    module = torch.get_device_module(kind)
+    layer: nn.Module = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+    if not attends:
+        layer = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.LayerNorm(4 * width), nn.Linear(4 * width, width)
+        )
+    x = torch.rand(16, width // 2, width)
     plan = lagom.plan_memory(layer, optimizer=torch.optim.AdamW, batch=x, world_size=1)
-    layer.cuda()
-    libraries = held_by_libraries()
+    layer.to(kind)
+    libraries = held_by_libraries(kind)
     libraries -= sum(p.nbytes for p in layer.parameters())
     optimizer = torch.optim.AdamW(layer.parameters())
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
-        loss = layer(x.cuda()).sum()
-        kept = torch.cuda.memory_allocated() - libraries
+        loss = layer(x.to(kind)).sum()
+        kept = int(module.memory_allocated()) - libraries
         loss.backward()
         optimizer.step()
     return kept, plan

@@ -11,6 +11,7 @@ import lagom
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
+from lagom.on_rank import rank_environment
 from lagom.on_rank.rank_environment import environment, rank_device, threads
 from lagom.plan import Plan, plan
 from lagom.wire.spec import RankSpec
@@ -102,3 +103,10 @@ def test_a_run_without_gpus_is_on_the_cpu_even_where_there_is_one() -> None:
 def test_a_gpu_that_torch_does_not_find_is_an_error_with_the_remedy() -> None:
     with pytest.raises(RankError, match="CUDA build"):
         rank_device(a_plan(gpu=True))
+
+
+def test_a_gpu_of_another_kind_than_torchs_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_environment, "available_accelerator", lambda: torch.device("xpu"))
+    with pytest.raises(RankError) as caught:
+        rank_device(a_plan(gpu=True), entry="GPU-1f")
+    assert "the 'cuda' device 'GPU-1f', and torch's accelerator here is 'xpu'" in str(caught.value)

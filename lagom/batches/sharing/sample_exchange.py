@@ -75,7 +75,9 @@ class SampleExchange:
                 result.append((other, list(mine)))
                 continue
             if joined or not size:
-                block = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0)
+                block = (
+                    torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0, device="cpu")
+                )
             else:
                 assert elements is not None
                 block = elements[rank * most : rank * most + size]

@@ -122,7 +122,7 @@ class TensorCollectives:
             if len(found) != self._size:
                 raise ValueError(f"all_to_all has {len(found)} {what}, but there are {self._size} ranks")
         given = torch.cat([bytes_of(plain_contiguous(tensor)) for tensor in tensors])
-        out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8)
+        out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8, device="cpu")
         back = [one.nbytes for one in outputs]
         to = [one.nbytes for one in tensors]
         self._memory.all_to_all(given.data_ptr(), to, out.data_ptr(), back, type_code(tensors[0]))

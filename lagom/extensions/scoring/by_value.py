@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lagom import accelerators
 from lagom.errors import PayloadError
 from lagom.extensions.data.column_types import lists, types
 from lagom.extensions.scoring import executor_scoring, input_columns, output_columns, row_scorer
@@ -14,7 +15,7 @@ from lagom.extensions.scoring.row_scorer import RowScorer
 from lagom.program.sources import own_root
 from lagom.program.unpicklable import find_unpicklable
 
-MODULES = (executor_scoring, row_scorer, input_columns, output_columns, lists, types)
+MODULES = (executor_scoring, row_scorer, input_columns, output_columns, lists, types, accelerators)
 """lagom's modules that travel by value."""
 
 

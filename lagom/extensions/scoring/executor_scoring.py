@@ -63,7 +63,7 @@ def _scorer(payload: Any, digest: str) -> Any:
         while len(kept) >= _MOST_KEPT:
             del kept[next(iter(kept))]
         scorer = pickle.loads(_content(payload))
-        scorer.device = scorer.device or _device_of_task()
+        scorer.device = scorer.device or _device_of_task(scorer.find_accelerator())
         kept[digest] = scorer
     return kept[digest]
 
@@ -84,16 +84,16 @@ def _place() -> str:
     return "" if context is None else f"partition {context.partitionId()}"
 
 
-def _device_of_task() -> str | None:
-    """Return the accelerator that Spark has given the task, else one by the partition's number; None without any."""
+def _device_of_task(kind: Any) -> str | None:
+    """Return the accelerator of a kind that Spark has given the task, else one by the partition's number; or None."""
     import torch
     from pyspark import TaskContext
 
     context = TaskContext.get()
-    if context is None or not torch.accelerator.is_available():
+    if context is None or kind is None:
         return None
-    kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    count = int(torch.get_device_module(kind).device_count())
     gpus = context.resources().get("gpu")
     address = gpus.addresses[0] if gpus is not None and gpus.addresses else ""
     number = int(address) if address.isdigit() and int(address) < count else context.partitionId() % max(1, count)
-    return None if kind is None else f"{kind.type}:{0 if gpus is not None and not address.isdigit() else number}"
+    return f"{kind.type}:{0 if gpus is not None and not address.isdigit() else number}"

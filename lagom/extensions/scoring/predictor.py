@@ -194,6 +194,7 @@ class Predictor:
             ValueError: if the columns are not what the model takes, or outputs are called as columns are.
             ScoringError: if the rows cannot be scored.
         """
+        from lagom.accelerators import available_accelerator
         from lagom.extensions.scoring.model_inputs import check_types, model_inputs
         from lagom.extensions.scoring.row_scorer import RowScorer
 
@@ -214,6 +215,7 @@ class Predictor:
             skips_nulls=self._nulls == "null",
             batch_size=self._batch_size,
             device=self._device,
+            find_accelerator=available_accelerator,
             schema=self._schema,
         )
         read = list(dict.fromkeys([*columns, *self._key]))
@@ -234,6 +236,7 @@ class Predictor:
 
     def items_scorer(self) -> RowScorer:
         """Return a scorer for the items of a data set."""
+        from lagom.accelerators import available_accelerator
         from lagom.extensions.scoring.row_scorer import RowScorer
 
         return RowScorer(
@@ -244,6 +247,7 @@ class Predictor:
             names=self._names,
             batch_size=self._batch_size,
             device=self._device,
+            find_accelerator=available_accelerator,
         )
 
 

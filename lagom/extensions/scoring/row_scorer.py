@@ -59,12 +59,17 @@ class RowScorer:
     """Whether rows with nulls have null outputs."""
     batch_size: int | None = None
     device: str | None = None
+    find_accelerator: Callable[[], Any] = lambda: None
+    """Returns torch's device of this process's accelerator, which is used without a ``device``; None without any."""
     schema: Any = None
     """Arrow's schema of the outputs; None before ``describe``."""
     _place: Any = field(default=None, repr=False)
     _dtype: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._place is not None and self._place.type != "cpu":
+            self.model.to("cpu")  # the reader may have no such device
+            self._place = None
         return {**self.__dict__, "_place": None, "_dtype": None}
 
     def first_rows(self, rows: Any) -> Any:
@@ -203,7 +208,7 @@ class RowScorer:
         """Move the model to its device."""
         import torch
 
-        self._place = torch.device(self.device) if self.device else _accelerator() or torch.device("cpu")
+        self._place = torch.device(self.device) if self.device else self.find_accelerator() or torch.device("cpu")
         self.model.to(self._place)
         kinds = {parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point()}
         self._dtype = kinds.pop() if len(kinds) == 1 else None
@@ -295,13 +300,6 @@ class RowScorer:
         return f"row {rows[row]}{place} ({', '.join([*values[:_MOST_SHOWN], *more])})"
 
 
-def _accelerator() -> Any:
-    """Return torch's device of the accelerator, None without one."""
-    import torch
-
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
 def _joined(arrays: Sequence[Any], kind: Any) -> Any:
     import pyarrow as pa
 
@@ -325,5 +323,5 @@ def _short(value: Any) -> str:
 # Note [Scoring by value]
 #
 # Executors, and processes that load a model of MLflow, may have no lagom, or another version. So this module,
-# input_columns.py, output_columns.py and the two modules of column_types that they use are pickled by value, and import
-# nothing else of lagom.
+# input_columns.py, output_columns.py, the two modules of column_types that they use, and what the scorer
+# is given of accelerators.py are pickled by value, and import nothing else of lagom.

@@ -225,7 +225,8 @@ class _Probe:
         memo: dict[int, Any] = {id(vars(optimizer).get("state")): defaultdict(dict)}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                tiny = torch.zeros((2,) * (0 if is_lazy(p) else p.dim()), dtype=self._dtype, requires_grad=True)
+                shape = (2,) * (0 if is_lazy(p) else p.dim())
+                tiny = torch.zeros(shape, dtype=self._dtype, device="cpu", requires_grad=True)
                 memo[id(p)] = tiny
         groups, seen = [], set()
         for group in optimizer.param_groups:
@@ -298,7 +299,7 @@ def _plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constant_closure() -> torch.Tensor:
-    return torch.ones((), requires_grad=True)
+    return torch.ones((), device="cpu", requires_grad=True)
 
 
 # Note [Optimizer probe]

@@ -111,7 +111,7 @@ class ParameterPublisher:
             sizes = [-(-sum(place.nbytes for place in places) // 8) * 8 for places in own]
             if sum(sizes) > self._frame.room or any(not places[0].is_cpu for places in own):
                 return None
-            whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+            whole = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
             for places, raw in zip(own, whole.split(sizes), strict=True):
                 num_bytes = sum(place.nbytes for place in places)
                 self._framed.append(_pack_pieces(rank, places, raw[:num_bytes].view(places[0].dtype)))

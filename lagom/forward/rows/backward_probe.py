@@ -68,7 +68,9 @@ class BackwardProbe:
         outputs = candidate.outputs(inputs, places)[0]
         generator = torch.Generator().manual_seed(0)
         self._roots = [
-            torch.randn(one.shape, generator=generator).to(one.device, one.dtype) if _is_root(one) else None
+            torch.randn(one.shape, generator=generator, device="cpu").to(one.device, one.dtype)
+            if _is_root(one)
+            else None
             for one in outputs
         ]
         before = random_states()

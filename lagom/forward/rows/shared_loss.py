@@ -282,7 +282,7 @@ def exchanges_of(exchange: RowExchange) -> tuple[RowExchange, RowExchange]:
 
 def any_rank(ranks: RowExchange, is_true: bool, signed: bytes = b"") -> bool:
     """Return whether ``is_true`` on any rank; a collective, for which ``signed`` must be equal on all ranks."""
-    (found,) = ranks.gather([torch.tensor([is_true])], [1], signed)
+    (found,) = ranks.gather([torch.tensor([is_true], device="cpu")], [1], signed)
     return bool(found.any())
 
 
@@ -317,7 +317,7 @@ class SumFunction(Function):
         ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None, signed: bytes
     ) -> tuple[Tensor, bool]:
         ctx.exchange = exchange
-        numbers = [number.reshape(1)] if failed is None else [number.reshape(1), torch.tensor([failed])]
+        numbers = [number.reshape(1)] if failed is None else [number.reshape(1), torch.tensor([failed], device="cpu")]
         totals = exchange.gather(numbers, [1] * len(numbers), signed)
         return totals[0].sum(), failed is not None and bool(totals[1].any())
 

@@ -69,7 +69,7 @@ class _SlicedReduction:
         flat = torch.zeros(world_size * size, dtype=self.wire_dtype(found[0].dtype), device=found[0].device)
         torch._foreach_copy_(_views(flat, found), found)
         rows = self._group.all_to_all(flat.view(world_size, size))
-        bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        bounds = torch.tensor([0, *sizes], device="cpu").cumsum(0).tolist()
         return _Slices(found, flat, rows, bounds)
 
     def _exchange_slices(self, slices: _Slices, result: torch.Tensor) -> None:

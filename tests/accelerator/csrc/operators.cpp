@@ -33,12 +33,21 @@ struct BelowModes {
 
 bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 
-at::Tensor with_layout(const at::Tensor& of, c10::Storage storage, c10::DispatchKeySet keys) {
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, of.dtype());
+// What a view does not have of the tensor that it is a view of.
+const c10::DispatchKeySet kNotKept(
+    {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Conjugate,
+     c10::DispatchKey::Negative});
+
+void take_layout(const at::Tensor& tensor, const at::Tensor& of) {
     tensor.unsafeGetTensorImpl()->set_storage_offset(of.storage_offset());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(of.sizes(), of.strides());
     if (of.is_conj()) tensor._set_conj(true);  // views such as conj().imag, which copies have to resolve
     if (of.is_neg()) tensor._set_neg(true);
+}
+
+at::Tensor with_layout(const at::Tensor& of, c10::Storage storage, c10::DispatchKeySet keys) {
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, of.dtype());
+    take_layout(tensor, of);
     return tensor;
 }
 
@@ -66,7 +75,7 @@ public:
         if (auto found = originals_.find(result.unsafeGetTensorImpl()); found != originals_.end()) return found->second;
         TORCH_CHECK(result.layout() == c10::kStrided, "lagomtest has strided tensors only");
         if (auto found = storages_.find(result.storage().unsafeGetStorageImpl()); found != storages_.end()) {
-            return with_layout(result, found->second, kDevice);
+            return view(result, found->second);
         }
         return with_layout(result, taken_over(result.storage(), index), kDevice);
     }
@@ -94,6 +103,18 @@ private:
     struct Pair {
         at::Tensor original, alias;
     };
+
+    // A view of an argument counts the argument's versions, unless both are inference tensors.
+    at::Tensor view(const at::Tensor& result, const c10::Storage& storage) {
+        c10::DispatchKeySet keys = kDevice;
+        for (auto& [impl, pair] : tensors_) {
+            if (impl->storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) keys = impl->key_set() - kNotKept;
+        }
+        auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+            c10::TensorImpl::VIEW, c10::Storage(storage), keys, result.dtype());
+        take_layout(tensor, result);
+        return tensor;
+    }
 
     c10::Storage storage_of(const c10::Storage& original) {
         auto& alias = aliases_[original.unsafeGetStorageImpl()];

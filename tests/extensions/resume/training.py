@@ -99,7 +99,8 @@ def train(train_set: Any, folder: str, model: nn.Module | None = None, by_rows: 
         noise.append(random.random())
         print(f"epoch {number}: {losses[-1]:.12g}")
     weights = [one.tolist() for one in model.state_dict().values()]
-    return {"losses": losses, "weights": weights, "random": torch.rand(2), "python": [random.random(), noise]}
+    found = {"losses": losses, "weights": weights, "random": torch.rand(2), "python": [random.random(), noise]}
+    return found | {"device": str(next(model.parameters()).device)}
 
 
 def train_as_on_a_gpu(train_set: Any, folder: str) -> dict[str, Any]:

@@ -37,6 +37,13 @@ def test_rows_get_the_outputs_of_the_model_in_evaluation_mode(batch_size: int | 
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_a_kind_of_device_that_lagom_does_not_use_does_not_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))  # it has no float64
+    model, rows = churn(), table()
+    np.testing.assert_allclose(Predictor(model).predict(rows)["prediction"], scores(model, rows), rtol=1e-5, atol=1e-6)
+
+
 def test_every_kind_of_table_gets_the_same_outputs(tmp_path: Path) -> None:
     model, rows = churn(), table(100)
     predictor = Predictor(model)

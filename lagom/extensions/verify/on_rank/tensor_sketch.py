@@ -45,7 +45,7 @@ def sketch(tensor: torch.Tensor) -> Sketch:
 @functools.cache
 def _signs(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    signs = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8)
+    signs = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8, device="cpu")
     return (signs * 2 - 1).to(device, torch.float64)
 
 

@@ -22,5 +22,6 @@ def test_a_killed_rank_goes_on_from_a_snapshot_with_the_state_of_the_gpu(tmp_pat
     with killed(folders[1], 0):
         result = experiment.lagom(training.train, training.config(folders[1], world_size=1, snapshot_every_s=0.1))
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+    assert result["device"] == "cuda:0"
     assert result["losses"] == wanted["losses"]
     assert result["weights"] == wanted["weights"]
