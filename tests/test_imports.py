@@ -156,7 +156,7 @@ ROOMS = {
         "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state wire torch"
     ),
     "extensions.zero": (
-        "accelerators errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan "
+        "accelerators disk errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan "
         "extensions.zero.parameters gradients gradients.reduction optimizers patching random_states run_state settings "
         "watch torch"
     ),

@@ -62,7 +62,7 @@ def train(train_set: Any, folder: str, name: str, dtype: str, accumulates: bool)
                     if epoch == 0:
                         other.step()
             if epoch == 1:
-                pause(folder, 0.2 * 1.3**step)
+                pause(folder, 0.2 * 1.7**step)
         scheduler.step()
         losses.append(total)
         print(f"epoch {epoch}: {total:.12g}")
