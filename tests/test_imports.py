@@ -156,8 +156,9 @@ ROOMS = {
         "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state wire torch"
     ),
     "extensions.zero": (
-        "errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan extensions.zero.parameters "
-        "gradients gradients.reduction optimizers patching random_states run_state settings watch torch"
+        "accelerators disk errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan "
+        "extensions.zero.parameters gradients gradients.reduction optimizers patching random_states run_state settings "
+        "watch torch"
     ),
     "extensions.zero.deepspeed": (
         "accelerators exchange errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"

@@ -32,6 +32,8 @@ class RequestExchange(ABC):
 
         None while ranks make no requests.
         """
+        self.handlers: dict[bytes, Callable[[bytes], None]] = {}
+        """Callbacks for requests whose first word is the key, in place of ``serve``."""
         self.spans: Spans | None = None
         """Timeline that records the exchanges; None without one."""
         self.clock = StepClock()
@@ -118,17 +120,20 @@ class RequestExchange(ABC):
             if asked == what:
                 return all(row == _ASK + what for row in rows)
             assert asked is not None
-            assert self.serve is not None
-            self.serve(asked)
+            self._handle(asked)
 
     def _served(self, rows: Sequence[memoryview]) -> bool:
         """Serve the request, if a rank has sent one in place of its message; return whether a rank has."""
-        asked = _asked(rows) if self.serve is not None else None
+        asked = _asked(rows) if self.serve is not None or self.handlers else None
         if asked is None:
             return False
-        assert self.serve is not None
-        self.serve(asked)
+        self._handle(asked)
         return True
+
+    def _handle(self, asked: bytes) -> None:
+        handle = self.handlers.get(asked.partition(b" ")[0], self.serve)
+        assert handle is not None
+        handle(asked)
 
 
 def _asked(rows: Sequence[memoryview]) -> bytes | None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.run_folder import RunFolder
 
-EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Resume(), Data(), Zero(), Observe(), Verify())
-"""Data comes after Resume, which opens the snapshots that files of DataFrames are kept for."""
+EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Zero(), Resume(), Data(), Observe(), Verify())
+"""Resume comes after Zero, whose shards are in snapshots, and before Data: it opens the snapshots that files of
+DataFrames are kept for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,18 @@ class Snapshot:
     def path(self) -> str:
         """Return the file with the state."""
         return f"{self.folder}/{_name(self.number)}.state"
+
+    @property
+    def parts(self) -> Sequence[Mapping[str, Any]]:
+        """Return the descriptions ("bytes", "sha256") of the files with shards, by rank; none without ZeRO."""
+        found: Sequence[Mapping[str, Any]] = self.facts.get("parts", ())
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the files in the folder, the description last."""
+        parts = [_part(self.number, rank) for rank in range(len(self.parts))]
+        return [f"{_name(self.number)}.state", *parts, f"{_name(self.number)}.json"]
 
     @property
     def place(self) -> str:
@@ -184,6 +196,9 @@ class SnapshotFolder:
             snapshot = self._described(number)
             with open(self.open_state(number), "rb") as file:
                 check_sha256(file.fileno(), snapshot.facts["sha256"])
+            for rank, part in enumerate(snapshot.parts):
+                with open(self.open_part(number, rank), "rb") as file:
+                    check_sha256(file.fileno(), part["sha256"])
         except (OSError, ValueError, LagomError) as error:
             return " ".join(str(error).split())
         return snapshot
@@ -210,7 +225,12 @@ class SnapshotFolder:
         size = os.lstat(self.folder.at(f"{_name(number)}.state")).st_size
         if size != facts["bytes"]:
             raise ValueError(f"its state has {size} bytes instead of {facts['bytes']}")
-        return Snapshot(self.path, number, facts)
+        snapshot = Snapshot(self.path, number, facts)
+        for rank, part in enumerate(snapshot.parts):
+            size = os.lstat(self.folder.at(_part(number, rank))).st_size
+            if size != part["bytes"]:
+                raise ValueError(f"the part of rank {rank} has {size} bytes instead of {part['bytes']}")
+        return snapshot
 
     def open_state(self, number: int) -> int:
         """Return a descriptor of the state of snapshot ``number``.
@@ -220,6 +240,10 @@ class SnapshotFolder:
             LagomError: if another user can have written to it.
         """
         return self.folder.open_file(f"{_name(number)}.state", own=True)
+
+    def open_part(self, number: int, rank: int) -> int:
+        """Return a descriptor of the shards that ``rank`` has written for snapshot ``number``; see ``open_state``."""
+        return self.folder.open_file(_part(number, rank), own=True)
 
     def open_call(self, flags: int = os.O_RDONLY) -> int:
         """Return a descriptor of the call.
@@ -248,6 +272,28 @@ class SnapshotFolder:
         self.folder.remove(_partial(number))
         return self.folder.open_file(_partial(number), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
+    def create_part(self, number: int, rank: int) -> int:
+        """Return the descriptor of a new file for the shards of ``rank`` in snapshot ``number``."""
+        self.folder.remove(_partial_part(number, rank))
+        return self.folder.open_file(_partial_part(number, rank), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def note_part(self, number: int, rank: int, facts: Mapping[str, Any]) -> None:
+        """Describe the shards of ``rank``, which are written, or could not be, for rank 0."""
+        self.folder.write(_note_of_part(number, rank), record_text(facts), sync=True)
+
+    def remove_parts(self, rank: int, but: int) -> None:
+        """Remove the shards of ``rank`` in incomplete snapshots, except in snapshot ``but``."""
+        for name in self.folder.names():
+            if re.fullmatch(rf"\.snapshot-\d+\.part-{rank}(\.json)?", name) and not name.startswith(f".{_name(but)}."):
+                self.folder.remove(name)
+
+    def noted_part(self, number: int, rank: int) -> Mapping[str, Any] | None:
+        """Return what ``rank`` has noted about its shards in snapshot ``number``; None if it has noted nothing yet."""
+        try:
+            return parse_record(self.folder.read(_note_of_part(number, rank), own=True))
+        except FileNotFoundError:
+            return None
+
     def complete(self, number: int, facts: Mapping[str, Any]) -> str:
         """Write the description of snapshot ``number``, whose state is written; then put both in place.
 
@@ -255,6 +301,9 @@ class SnapshotFolder:
         """
         text = record_text(facts)
         self.folder.write(_partial_facts(number), text, sync=True)
+        for rank in range(len(facts.get("parts", ()))):
+            self.folder.rename(_partial_part(number, rank), _part(number, rank))
+            self.folder.remove(_note_of_part(number, rank))
         self.put_in_place(number)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -267,7 +316,8 @@ class SnapshotFolder:
 
     def remove_partial(self, number: int) -> None:
         """Remove the files of snapshot ``number``, which could not be written."""
-        for name in (_partial(number), _partial_facts(number)):
+        parts = [name for name in self.folder.names() if name.startswith(f".{_name(number)}.part-")]
+        for name in (_partial(number), _partial_facts(number), *parts):
             with suppress(OSError):
                 self.folder.remove(name)
 
@@ -284,9 +334,10 @@ class SnapshotFolder:
                 self.folder.remove(name)
 
     def _remove(self, number: int) -> None:
-        for kind in ("json", "state"):
+        parts = [name for name in self.folder.names() if name.startswith(f"{_name(number)}.part-")]
+        for name in (f"{_name(number)}.json", f"{_name(number)}.state", *parts):
             with suppress(OSError):
-                self.folder.remove(f"{_name(number)}.{kind}")
+                self.folder.remove(name)
 
     def partial(self, number: int) -> str:
         """Return the path of the state of ``number`` while it is written, for this process alone."""
@@ -386,6 +437,18 @@ def _partial_facts(number: int) -> str:
 
 def _name(number: int) -> str:
     return f"snapshot-{number:06d}"
+
+
+def _part(number: int, rank: int) -> str:
+    return f"{_name(number)}.part-{rank}"
+
+
+def _partial_part(number: int, rank: int) -> str:
+    return f".{_part(number, rank)}"
+
+
+def _note_of_part(number: int, rank: int) -> str:
+    return f".{_part(number, rank)}.json"
 
 
 @dataclass(frozen=True, slots=True)

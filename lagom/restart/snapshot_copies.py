@@ -22,7 +22,7 @@ EVERY_S = 10.0
 _TRIES = 3
 _PARTS = 10
 """After a copy, wait at least this many times as long as it took."""
-_NAME = re.compile(r"snapshot-(\d+)\.(json|state)")
+_NAME = re.compile(r"snapshot-(\d+)\.(json|state|part-\d+)")
 
 log = logging.getLogger("lagom")
 
@@ -101,7 +101,8 @@ class SnapshotCopies:
         """Copy the newest complete snapshot to this machine, unless the run has returned."""
         there = self._names()
         if RESULT not in there and (newest := next(self._complete_ones(there), None)) is not None:
-            self._fetch((f"snapshot-{newest}.state", f"snapshot-{newest}.json"))
+            parts = sorted(name for name in there if name.startswith(f"snapshot-{newest}.part-"))
+            self._fetch((f"snapshot-{newest}.state", *parts, f"snapshot-{newest}.json"))
             found = self._folder.newest()
             self._sent = None if found is None else (found.number, found.facts["at"])
 
@@ -123,12 +124,13 @@ class SnapshotCopies:
             return
         with _held(newest) as held:
             names = [Path(path).name.removeprefix(".sent-") for path in held]
-            if names[1] in self._names():  # of an incomplete snapshot: no number is used twice
-                remove(self._system, f"{self._root}/{names[1]}")
-            self._system.put_file(held[0], f"{self._root}/{names[0]}")
+            if names[-1] in self._names():  # of an incomplete snapshot: no number is used twice
+                remove(self._system, f"{self._root}/{names[-1]}")
+            for path, name in zip(held[:-1], names[:-1], strict=True):
+                self._system.put_file(path, f"{self._root}/{name}")
             for name in self._folder.journals:
                 self._put(name)
-            self._system.put_file(held[1], f"{self._root}/{names[1]}")
+            self._system.put_file(held[-1], f"{self._root}/{names[-1]}")
         self._sent = newest.number, newest.facts["at"]
         self._remove_all_but(names)
 
@@ -188,7 +190,10 @@ class SnapshotCopies:
                 continue
             with suppress(ValueError, FileNotFoundError):
                 facts = json.loads(self._system.cat_file(f"{self._root}/{name}"))
-                if self._system.size(f"{self._root}/snapshot-{found[1]}.state") == facts["bytes"]:
+                sizes = {"state": facts["bytes"]}
+                sizes |= {f"part-{rank}": part["bytes"] for rank, part in enumerate(facts.get("parts", ()))}
+                start = f"{self._root}/snapshot-{found[1]}"
+                if all(self._system.size(f"{start}.{end}") == size for end, size in sizes.items()):
                     yield found[1]
 
     def _names(self) -> set[str]:
@@ -209,7 +214,7 @@ class SnapshotCopies:
 @contextmanager
 def _held(snapshot: Snapshot) -> Iterator[list[str]]:
     """Keep the files of a snapshot under other names in the block, since newer snapshots may replace it meanwhile."""
-    paths = [snapshot.path, f"{snapshot.path.removesuffix('.state')}.json"]
+    paths = [f"{snapshot.folder}/{name}" for name in snapshot.names]
     held = [f"{snapshot.folder}/.sent-{Path(path).name}" for path in paths]
     try:
         for path, other in zip(paths, held, strict=True):

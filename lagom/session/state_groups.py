@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lagom.forward.rows.sliced_forward import MicroBatch, SlicedForward
     from lagom.run_state.leaves import Likeness
     from lagom.run_state.loss_terms import LossTermWeights
+    from lagom.run_state.state_shards import KeptParts, StateShards
 
 
 @dataclass(eq=False)
@@ -167,3 +168,7 @@ class Resumption:
     """File for the calls of trackers that a process which continues the run needs; None without one."""
     learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict)
     """By name, a function that returns learned facts about the program, and one that sets them in another process."""
+    shards: StateShards | None = None
+    """Shards of the program's state on this rank; None if all ranks hold the same state."""
+    parts: KeptParts | None = None
+    """The shards of the snapshot from which this process continues; None without."""

@@ -36,8 +36,7 @@ class ResumeSettings(Settings):
     """Seconds between two snapshots of the program's state in the run's folder, written while the training continues. A
     run that loses a rank continues from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of
     a pass and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the
-    time. None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it
-    costs."""
+    time. None: never. Needs ``batches="whole"``; docs/survive.md says for which programs, and what it costs."""
 
     @staticmethod
     def check(config: TorchDistributedConfig) -> None:

@@ -60,8 +60,8 @@ def obstacle(plan: Plan, call: Call) -> str | None:
         return "Python 3.10 does not tell at which part of a line a function is; use 3.11 or newer"
     if plan.already_distributed:
         return "the program is distributed by itself, so each rank has a state of its own"
-    if config.batches != "whole" or config.zero_lvl or config.backend != "torch" or config.evaluation == "sharded":
-        return "ranks have states of their own; with batches='whole', zero_lvl=0 and backend='torch' all have the same"
+    if config.batches != "whole" or config.backend != "torch" or config.evaluation == "sharded":
+        return "ranks have states of their own; with batches='whole' and backend='torch' all have the same"
     if plan.launcher == "inline":
         return "with launcher='inline' the ranks are the calling process, and end with it"
     return None

@@ -116,6 +116,8 @@ class ProgramInProgress:
             The function that runs a script in place of ``call.function``; None if that is not a script.
         """
         make_known()
+        if (shards := self._session.resumption.shards) is not None:
+            known = {**known, "shards": shards}
         _known.clear()
         _known.update(known)
         self._own = {id(value): name for name, value in known.items()}
@@ -200,7 +202,7 @@ class ProgramInProgress:
         state = self._state(frames, iterator)
         with program_globals(self._globals, self._script.modules):
             try:
-                pickled, buffers = pickle_state(state, self._own_classes, self._reduce)
+                pickled, buffers = pickle_state(state, self._own_classes, self._reduce, self._gradient)
             except WorkersInPassError as error:
                 raise NoSnapshotError(str(error)) from error
             except Exception as error:
@@ -221,6 +223,8 @@ class ProgramInProgress:
             self._script.make_again(imports)
         with program_globals(self._globals):
             state: ProgramState = unpickle_state(pickled, buffers)
+            if (shards := self._session.resumption.shards) is not None:
+                shards.end_restore()
             self._check_sources(state.frames)
             for name, variables in state.variables.items():
                 globals_of(name).update(variables)
@@ -319,12 +323,17 @@ class ProgramInProgress:
     def _reduce(self, value: Any) -> Any:
         if (name := self._own.get(id(value))) is not None:
             return _known_object, (name,)
-        return reduce_object(value)
+        found = NotImplemented if (shards := self._session.resumption.shards) is None else shards.reduce(value)
+        return reduce_object(value) if found is NotImplemented else found
+
+    def _gradient(self, leaf: Any) -> Any:
+        shards = self._session.resumption.shards
+        return None if shards is None else shards.gradient(leaf)
 
     def _name_culprit(self, state: ProgramState, error: Exception) -> str:
         def can_pickle(value: object) -> bool:
             try:
-                pickle_state(value, self._own_classes, self._reduce)
+                pickle_state(value, self._own_classes, self._reduce, self._gradient)
             except Exception:
                 return False
             return True

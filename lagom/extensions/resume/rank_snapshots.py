@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lagom.disk import growing_lengths
+from lagom.extensions.resume.sharded_snapshots import ShardedSnapshots
 from lagom.extensions.resume.snapshot_files import SnapshotFiles
 from lagom.extensions.resume.snapshot_taker import Snapshots
 from lagom.on_rank.process_settings import library_settings, set_process_settings
@@ -26,7 +27,9 @@ def snapshots_on_rank(session: Session) -> Iterator[None]:
     if rank_call is not None and rank_call.spec.snapshots is not None and session.plan.rehearsal is None:
         spec, rank_spec = rank_call.spec, rank_call.rank_spec
         files = SnapshotFiles(rank_call.spec.snapshots, spec, rank_spec.host_dir, rank_spec.payload_fd)
-        snapshots = Snapshots(
+        shards = session.resumption.shards
+        kind = Snapshots if shards is None or not shards.is_sharding else ShardedSnapshots
+        snapshots = kind(
             session,
             files,
             rank_spec.payload_fd,

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lagom.digests import check_sha256, record_text
@@ -19,6 +19,7 @@ from lagom.wire.client import deliver
 from lagom.wire.spec import RunSpec
 
 _STALL_S = 60.0
+UNSEEN = "does not see the run's folder, into which each rank writes its shards; set run_dir to a folder that all see"
 
 
 class SnapshotFiles:
@@ -74,7 +75,13 @@ class SnapshotFiles:
             return next((entry.name for entry in entries), None)
         return None
 
-    def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def write(
+        self,
+        number: int,
+        parcel: Parcel,
+        facts: Mapping[str, Any],
+        wait: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+    ) -> dict[str, Any]:
         """Write snapshot ``number``; return a dict with its size ("bytes"), and the digest of its description.
 
         The digest's name is "description". If the snapshot was sent to the driver, the dict has in its place the
@@ -82,6 +89,8 @@ class SnapshotFiles:
 
         Args:
             facts: the description of the snapshot.
+            wait: waits until all ranks have written their shards, and returns the descriptions of the files; None if
+                ranks have none.
 
         Raises:
             LagomError: if the driver does not take the files.
@@ -93,6 +102,9 @@ class SnapshotFiles:
                 size = parcel.write(file.fileno(), digest)
                 os.fsync(file.fileno())
             described = {**facts, "number": number, "bytes": size, "sha256": digest.hexdigest()}
+            if wait is not None:
+                described["parts"] = wait()
+                size += sum(part["bytes"] for part in described["parts"])
             return {"bytes": size, "description": self._folder.complete(number, described)}
         with tempfile.TemporaryFile(dir=self._host_dir) as file:
             size = parcel.write(file.fileno())
@@ -102,6 +114,69 @@ class SnapshotFiles:
             file.write(record_text(described).encode())
             file.flush()
             return {"bytes": size, "sha256": [state, self._send(f"{FETCHED}-{number}.json", file.fileno())]}
+
+    def write_part(self, number: int, rank: int, parcel: Parcel, version: str) -> None:
+        """Write the shards of ``rank``, which is this one, for snapshot ``number``, and note for rank 0 that they are.
+
+        Args:
+            version: text that is equal on two ranks if their shards belong to the same state.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        digest = hashlib.sha256()
+        with open(self._folder.create_part(number, rank), "wb") as file:
+            size = parcel.write(file.fileno(), digest)
+            os.fsync(file.fileno())
+        self.note_part(number, rank, {"bytes": size, "sha256": digest.hexdigest(), "version": version})
+
+    def remove_parts(self, rank: int, but: int) -> None:
+        """Remove what ``rank`` has written for snapshots that were not completed, except for snapshot ``but``."""
+        self._folder.remove_parts(rank, but)
+
+    def note_part(self, number: int, rank: int, facts: Mapping[str, Any]) -> None:
+        """Note for rank 0 that the shards of ``rank`` are written ("bytes"), or why they are not ("why")."""
+        self._folder.note_part(number, rank, facts)
+
+    def wait_for_parts(
+        self, number: int, world_size: int, version: str, pause: Callable[[], None]
+    ) -> list[Mapping[str, Any]]:
+        """Wait until all ranks have written their shards for snapshot ``number``; return the files' descriptions.
+
+        Args:
+            pause: waits a little; raises an error if there is nothing to wait for any more.
+
+        Raises:
+            LagomError: if a rank could not write its shards, or they belong to another state than ``version``.
+        """
+        found: list[Mapping[str, Any]] = []
+        for rank in range(world_size):
+            while (noted := self._folder.noted_part(number, rank)) is None:
+                pause()
+            if "why" in noted:
+                raise LagomError(f"rank {rank} could not write its shards: {noted['why']}")
+            if noted["version"] != version:
+                raise LagomError(f"the shards of rank {rank} belong to another step of the program")
+            found.append({"bytes": noted["bytes"], "sha256": noted["sha256"]})
+        return found
+
+    def open_parts(self, snapshot: Snapshot) -> list[int]:
+        """Return descriptors of the files with shards of the snapshot that the rank goes on from, in rank order.
+
+        The driver has compared their digests before the ranks began; a rank reads only some ranges.
+
+        Raises:
+            OSError: if a file is not there.
+            LagomError: if another user can have written to it.
+            SnapshotError: if this host does not see the run's folder, or if a file has another size than it was given.
+        """
+        if snapshot.parts and not self.is_shared:
+            raise SnapshotError(f"{socket.gethostname()} {UNSEEN}")
+        found = [self._folder.open_part(snapshot.number, rank) for rank in range(len(snapshot.parts))]
+        for rank, (fd, part) in enumerate(zip(found, snapshot.parts, strict=True)):
+            if os.fstat(fd).st_size != part["bytes"]:
+                raise SnapshotError(f"snapshot {snapshot.number} is damaged: the part of rank {rank} has another size")
+        return found
 
     def _send(self, name: str, fd: int) -> str:
         spec = self._spec

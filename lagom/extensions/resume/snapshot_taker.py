@@ -27,6 +27,7 @@ from lagom.extensions.resume.frame_position import NoSnapshotError
 from lagom.extensions.resume.passes.loader_positions import PASS_START
 from lagom.extensions.resume.passes.worker_positions import WorkersInPassError
 from lagom.extensions.resume.program_state import ProgramInProgress
+from lagom.extensions.resume.shard_files import ShardFiles
 from lagom.extensions.resume.snapshot_files import SnapshotFiles
 from lagom.extensions.resume.snapshot_pace import SnapshotPace
 from lagom.program.payload import Parcel, parts_of
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 Pickled = tuple[bytes, list[memoryview]]
 """A pickle, and its large buffers."""
-_FIRST_LOOK_S, _LOOK_S, _PATIENCE_S = 0.02, 0.1, 1800.0
+_FIRST_LOOK_S, _LOOK_S, PATIENCE_S = 0.02, 0.1, 1800.0
 """Seconds until the first look at whether a fork has written its snapshot, between two looks, and after which a fork is
 killed as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
@@ -132,14 +133,21 @@ class Snapshots:
         """
         if self._session.rank != 0:
             return
-        if self._wanted[0] != self._num_wanted and self._child is None:
-            self._num_wanted, self._is_wanted, self._refused = self._wanted[0], True, None
-            self._pace.next_at = 0.0
+        self._see_whether_wanted()
         if time.perf_counter() < self._pace.next_at:
             return
         if self._child is not None:
             self._look()
             return
+        self._try_at(iterator)
+
+    def _see_whether_wanted(self) -> None:
+        if self._wanted[0] != self._num_wanted and self._child is None:
+            self._num_wanted, self._is_wanted, self._refused = self._wanted[0], True, None
+            self._pace.next_at = 0.0
+
+    def _try_at(self, iterator: Any) -> None:
+        """Take a snapshot before ``iterator`` gives a batch; if this is not possible here, put it off."""
         if iterator._num_yielded and vars(iterator)[PASS_START] is self._refused:
             return
         start, self._asked = time.perf_counter(), vars(iterator)[PASS_START]
@@ -155,6 +163,15 @@ class Snapshots:
             self._take(pickled or partial(self._pickle_in_fork, frames, iterator), start)
         except NoSnapshotError as error:
             self._put_off(str(error), time.perf_counter() - start)
+
+    def _check_here(self) -> None:
+        """Check that a snapshot can be taken at this place of the program, as far as its functions decide this.
+
+        Raises:
+            NoSnapshotError: if not.
+        """
+        self._check_process()
+        self.program.frames(sys._getframe(1))
 
     def _check_process(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -189,7 +206,7 @@ class Snapshots:
         except NoSnapshotError:
             raise
         except Exception as error:  # it must not end the program, as an error in a fork does not
-            raise NoSnapshotError(_reason(error)) from error
+            raise NoSnapshotError(describe_error(error)) from error
         return lambda: pickled
 
     def _pickle_in_fork(self, frames: Any, iterator: Any) -> Pickled:
@@ -198,7 +215,7 @@ class Snapshots:
         return self.program.pickle(frames, iterator)
 
     def _take(self, pickle: Callable[[], Pickled], start: float) -> None:
-        number = self._number = self._number + 1
+        number = self._number = self._next_number()
         write_queued_events()
         lengths = self._lengths()
         sys.stdout.flush()
@@ -214,7 +231,7 @@ class Snapshots:
             "device": self._device(),
         }
         state = random.getstate()
-        pid, reader, writer = _fork()
+        pid, reader, writer = fork()
         if pid == 0:
             random.setstate(state)  # Python seeds ``random`` anew in each fork
             self._write_in_fork(number, pickle, writer)
@@ -223,26 +240,31 @@ class Snapshots:
         self._pace.fork(start)
         self._pace.next_at = self._pace.forked_at + _FIRST_LOOK_S
 
+    def _next_number(self) -> int:
+        return self._number + 1
+
     def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], writer: int) -> None:
         """Write the snapshot in a fork, send the result to the rank by ``writer``, and end the fork."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
-            _let_go(writer)
+            let_go(writer)
             answer |= self._write(number, *pickle())
         except BaseException as error:
             self._files.remove_partial(number)
-            answer |= {"why": _reason(error), "in_pass": isinstance(error.__cause__, WorkersInPassError)}
+            answer |= {"why": describe_error(error), "in_pass": isinstance(error.__cause__, WorkersInPassError)}
         finally:
             with contextlib.suppress(OSError):
                 os.write(writer, json.dumps(answer).encode())
             os._exit(0)
 
     def _write(self, number: int, pickled: bytes, buffers: list[memoryview]) -> dict[str, Any]:
+        return self._files.write(number, self._parcel(pickled, buffers), self._facts)
+
+    def _parcel(self, pickled: bytes, buffers: list[memoryview]) -> Parcel:
         references, own = self._memory.split(buffers)
         head = json.dumps({"references": references}).encode()
-        parcel = Parcel.of_parts(head, [memoryview(pickled), *own])
-        return self._files.write(number, parcel, self._facts)
+        return Parcel.of_parts(head, [memoryview(pickled), *own])
 
     def _look(self) -> None:
         """See whether the fork has written its snapshot, and tell the driver; kill a fork that is stuck."""
@@ -254,7 +276,7 @@ class Snapshots:
             pid, used_s = self._child, 0.0
         if pid == 0:
             self._pace.next_at = time.perf_counter() + _LOOK_S
-            if self._pace.next_at - self._pace.forked_at > _PATIENCE_S:
+            if self._pace.next_at - self._pace.forked_at > PATIENCE_S:
                 os.kill(self._child, signal.SIGKILL)
             return
         answer = json.loads(os.read(self._answer, 1 << 16) or b'{"why": "the process that wrote it was killed"}')
@@ -290,6 +312,8 @@ class Snapshots:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))
         buffers = self._memory.join(json.loads(bytes(head))["references"], own)
+        if snapshot.parts:
+            self._session.resumption.parts = ShardFiles(self._files.open_parts(snapshot))
         try:
             return self.program.restore(pickled, buffers)
         except SnapshotError:
@@ -303,7 +327,7 @@ def _is_restarted(thread: threading.Thread) -> bool:
     return type(thread).__name__ in _RESTARTED and type(thread).__module__.startswith(("tqdm.", "tensorboard."))
 
 
-def _let_go(kept: int) -> None:
+def let_go(kept: int) -> None:
     """Close a fork's copies of the rank's sockets and pipes but ``kept``, since these have to end with the rank.
 
     Standard input, output and error become /dev/null.
@@ -318,7 +342,7 @@ def _let_go(kept: int) -> None:
                 os.close(fd)
 
 
-def _fork() -> tuple[int, int, int]:
+def fork() -> tuple[int, int, int]:
     """Fork; return the fork's process, 0 in the fork itself, and the ends of a pipe between it and this process.
 
     Raises:
@@ -334,7 +358,8 @@ def _fork() -> tuple[int, int, int]:
         raise NoSnapshotError(f"the process could not be forked: {error}") from error
 
 
-def _reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return why ``error`` prevents a snapshot, as text for a user."""
     if isinstance(error, (NoSnapshotError, LagomError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -65,13 +65,17 @@ def program_globals(
 
 
 def pickle_state(
-    state: Any, own_classes: Mapping[type, str], reduce: Callable[[Any], Any]
+    state: Any,
+    own_classes: Mapping[type, str],
+    reduce: Callable[[Any], Any],
+    gradient: Callable[[torch.Tensor], Any] = lambda _: None,
 ) -> tuple[bytes, list[memoryview]]:
     """Pickle ``state``; return the pickle and its large buffers.
 
     Args:
         own_classes: classes that came with the call, with the sender's ids for them.
         reduce: returns how to pickle an object, as ``__reduce_ex__`` does, or NotImplemented.
+        gradient: returns an object that unpickles as the gradient of a leaf whose ``grad`` is None; None without one.
 
     Raises:
         Exception: a PicklingError or an object's own error, if a part of ``state`` cannot be pickled.
@@ -87,7 +91,7 @@ def pickle_state(
 
     stream = io.BytesIO()
     pickler = _StatePickler(stream, out_of_band, own_classes)
-    pickler.reduce = reduce
+    pickler.reduce, pickler.gradient = reduce, gradient
     pickler.dump((state, pickler.gradients))
     return stream.getvalue(), buffers
 
@@ -114,6 +118,7 @@ def _put_gradients(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 class _StatePickler(Pickler):
     reduce: Callable[[Any], Any]
+    gradient: Callable[[torch.Tensor], Any]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -156,13 +161,16 @@ class _StatePickler(Pickler):
             if has_live_graph(value.grad_fn):
                 raise pickle.PicklingError("a tensor has a graph that no backward has used yet")
             return with_old_graph, (value.detach(), value.grad_fn.name())
-        if value.is_leaf and (gradient := _GRADIENT.__get__(value)) is not None:
-            self.gradients.found.append((value, gradient))
+        if value.is_leaf:
+            gradient = _GRADIENT.__get__(value)
+            if (gradient := self.gradient(value) if gradient is None else gradient) is not None:
+                self.gradients.found.append((value, gradient))
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
         if type(value) is not torch.Tensor or vars(value) or value.layout != torch.strided or value.is_inference():
             return NotImplemented
-        found = super().reducer_override(value)
+        found = self.reduce(value)  # with ``zero_lvl=3`` its values are in shards
+        found = super().reducer_override(value) if found is NotImplemented else found
         make, args = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2] if found is NotImplemented else found[:2]
         return _tensor_made, (make, args, min(value._version, _MAX_VERSION))
 

@@ -45,6 +45,9 @@ def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | N
     if (why := obstacle(plan, call)) is not None:
         yield why
         return
+    if getattr(plan.config, "zero_lvl", 0):
+        yield f"{UNREHEARSED}with zero_lvl, each rank writes a part of a snapshot, in a rehearsal rank 0 alone"
+        return
     with ExitStack() as stack:
         try:
             top = Path(tempfile.gettempdir()) if is_url(run_dir) else on_disk(run_dir)

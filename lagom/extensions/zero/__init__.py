@@ -93,6 +93,10 @@ class Zero(Extension):
             from lagom.extensions.zero.zero_steps import shard
 
             shard(session)
+        else:
+            from lagom.extensions.zero.snapshot_shards import SnapshotShards
+
+            session.resumption.shards = SnapshotShards(session)  # a snapshot of several ranks has shards
         return nullcontext()
 
     def explain_out_of_memory(self, session: Session, shortage: Shortage) -> str:

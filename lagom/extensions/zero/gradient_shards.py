@@ -10,6 +10,7 @@ import torch
 from lagom.errors import DivergenceError, LagomError
 from lagom.exchange.plain_values import all_gather_values
 from lagom.extensions.zero.gradient_part import GradientPart, ShardedGradient, parts_of_parameters
+from lagom.extensions.zero.kept_optimizer_state import as_bytes
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
 from lagom.gradients.tensor_stores import GradientStore
 from lagom.patching.object_reference import tensor_dictionary
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from lagom.exchange.group import Group
+    from lagom.extensions.zero.kept_optimizer_state import Ranges
     from lagom.extensions.zero.partition import ParameterPiece
     from lagom.run_state.leaves import Leaves
 
@@ -101,6 +103,19 @@ class GradientShards(GradientStore):
             if before is not None and before.is_sharded:
                 self._drop_shard(before)
             self._entries[parameter] = entry
+
+    def collect(self, values: dict[Any, Any], ranges: Ranges) -> int:
+        """Add this rank's parts of sharded gradients to ``values`` and ``ranges``, for a snapshot; return the clock."""
+        for parameter, entry in list(self._entries.items()):
+            if entry.is_sharded and entry.mine is not None and (part := self.own_part(parameter)) is not None:
+                key, size = ("gradient", self._leaves.number(parameter)), part.dtype.itemsize
+                values[key] = part.dtype
+                ranges[key] = [(entry.mine.start * size, entry.mine.end * size, as_bytes(part))]
+        return self._clock
+
+    def number_if_cut(self, leaf: torch.Tensor) -> int | None:
+        """Return the number of a leaf of whose gradient this rank has only a shard; None for other leaves."""
+        return None if self._entry_if_cut(leaf) is None else self._leaves.number(leaf)
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter has a gradient, whole or sharded."""

@@ -14,9 +14,10 @@ from lagom.errors import LagomError
 from lagom.exchange.agreement_exchange import signature
 from lagom.exchange.plain_values import all_gather_values
 from lagom.extensions.zero.gradient_shards import ASK
+from lagom.extensions.zero.kept_optimizer_state import KeptOptimizerState, Ranges
 from lagom.extensions.zero.optimizer_probe import OptimizerFinding, ShardingKind, probe_optimizer
 from lagom.extensions.zero.parameters.shards import WEIGHTS
-from lagom.extensions.zero.sharded_optimizer import ShardedOptimizer
+from lagom.extensions.zero.sharded_optimizer import OUTLINE, WHOLE, ShardedOptimizer
 from lagom.extensions.zero.sharded_state import ShardedState, refuse_state
 from lagom.extensions.zero.step_mismatch import StepSignature, group_settings, raise_step_mismatch
 from lagom.gradients.checksum import checksums
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lagom.exchange.agreement_exchange import AgreedExchange
     from lagom.exchange.group import Group
     from lagom.extensions.zero.gradient_shards import GradientShards
+    from lagom.extensions.zero.optimizer_state import HeldState
     from lagom.extensions.zero.parameters.shards import ParameterShards
     from lagom.gradients.divergence import DivergenceMonitor
 
@@ -146,16 +148,53 @@ class OptimizerGroup:
             LagomError: if the state has objects that are neither plain values nor tensors.
         """
         state = vars(optimizer)["state"]
+        if isinstance(state, KeptOptimizerState) and threading.get_ident() == self._thread:
+            state = vars(optimizer)["state"] = state.whole()
         if not isinstance(state, ShardedState):
             return state
         if threading.get_ident() != self._thread:
             return state  # ShardedState raises an error when it is used
         sharded: ShardedOptimizer = vars(state)["sharded"]
-        self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
+        self._request(sharded, WHOLE)
         whole = sharded.gather_state()
         if vars(optimizer)["state"] is state:
             vars(optimizer)["state"] = whole
         return whole
+
+    def sharded(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """Return the shards of an optimizer while its state is in shards; None while the optimizer has it whole."""
+        state = vars(optimizer).get("state")
+        found: ShardedOptimizer | None = vars(state)["sharded"] if isinstance(state, ShardedState) else None
+        return found
+
+    def outline(self, sharded: ShardedOptimizer) -> list[dict[str, HeldState] | None]:
+        """Request from all ranks what the state of each sharded parameter consists of, without the values."""
+        self._request(sharded, OUTLINE)
+        return sharded.outline()
+
+    def entry(self, sharded: ShardedOptimizer, index: int) -> dict[str, Any]:
+        """Request from all ranks the whole state of one sharded parameter; return copies of its values."""
+        self._request(sharded, index)
+        return sharded.gather_entry(index)
+
+    @contextmanager
+    def shown_state(self, optimizer: Optimizer, state: Any) -> Iterator[None]:
+        """Let ``optimizer`` have ``state`` in the block, in place of its sharded state."""
+        before, vars(optimizer)["state"] = vars(optimizer)["state"], state
+        try:
+            yield
+        finally:
+            vars(optimizer)["state"] = before
+
+    def _request(self, sharded: ShardedOptimizer, what: int) -> None:
+        self._group.ask(b"state %d %d %d" % (sharded.number, sharded.clock, what))
+
+    def collect(self, values: dict[Any, Any], ranges: Ranges) -> list[tuple[int, int]]:
+        """Add this rank's parts of all sharded states to ``values`` and ``ranges``; return numbers and clocks."""
+        mine = {s.number: s for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedState)}
+        for _, sharded in sorted(mine.items()):
+            sharded.collect(values, ranges)
+        return [(number, sharded.clock) for number, sharded in sorted(mine.items())]
 
     def end(self) -> None:
         """Gather the whole state of each optimizer that still exists on all ranks; a collective.
@@ -219,7 +258,10 @@ class OptimizerGroup:
         self._num += before is None
         known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
         finding = OptimizerFinding(ShardingKind.COUPLED, False)
-        if known and len(set(every)) == len(every):
+        kept = vars(optimizer).get("state")
+        if known and isinstance(kept, KeptOptimizerState) and kept.is_of(every):
+            finding = kept.held.finding
+        elif known and len(set(every)) == len(every):
             closure = args[0] if args else kwargs.get("closure")
             with self._mark_busy():
                 finding = probe_optimizer(optimizer, inner, closure=closure is not None)
@@ -267,9 +309,13 @@ class OptimizerGroup:
         If ``before`` has the optimizer's earlier shards, shard all parameters that can be sharded: those without a
         gradient now may get one later.
         """
-        state, weights = self.state(optimizer), self._weights
+        weights = self._weights
+        kept = vars(optimizer)["state"]
+        has_state = kept.has if isinstance(kept, KeptOptimizerState) else self.state(optimizer).__contains__
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        able = [p for p in every if self._can_shard(p) and (self._has_gradient(p) or before is not None or p in state)]
+        able = [
+            p for p in every if self._can_shard(p) and (self._has_gradient(p) or before is not None or has_state(p))
+        ]
         sharded = ShardedOptimizer(
             self._group, self._frame, found.number, found.finding, optimizer, able, self._gradients, weights
         )
@@ -342,7 +388,7 @@ class OptimizerGroup:
             assert self._weights is not None
             self._weights.serve(rest[0], int(rest[1]), int(rest[2]))
             return
-        number, clock = map(int, rest)
+        number, clock, *what = map(int, rest)
         if kind == ASK:
             assert self._gradients is not None
             self._gradients.serve(number, clock)
@@ -350,4 +396,4 @@ class OptimizerGroup:
         sharded = self._by_number.get(number)
         if sharded is None or sharded.clock != clock:
             refuse_state(self._group)
-        sharded.serve_state()
+        sharded.serve_state(*what)

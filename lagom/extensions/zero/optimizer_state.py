@@ -8,6 +8,7 @@ import torch
 
 from lagom.errors import DivergenceError, LagomError
 from lagom.exchange.plain_values import all_gather_values
+from lagom.extensions.zero.kept_optimizer_state import flatten_value
 from lagom.run_state.memory_layout import flatten_like, flatten_memory
 
 if TYPE_CHECKING:
@@ -65,6 +66,55 @@ def gather_states(
         DivergenceError: on all ranks, when a rank cannot give its part.
         LagomError: when the state has objects that are neither plain values nor tensors.
     """
+    rows = _describe_all(group, parameters, pieces, mine)
+    assert mine is not None
+    found: list[dict[str, Any] | None] = [None] * len(parameters)
+    for owner, piece in _in_order(pieces):
+        own = mine.get(piece, {}) if owner == group.rank else {}
+        for key, fields in rows[owner][piece].items():
+            held = HeldState(*fields)
+            value = _read_value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
+            if keep:
+                entries = found[piece.param]
+                if entries is None:
+                    entries = found[piece.param] = {}
+                _write_value(entries, key, held, value, piece, parameters[piece.param])
+    return found
+
+
+def outline_states(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    pieces: Sequence[Sequence[ParameterPiece]],
+    mine: Mapping[ParameterPiece, Mapping[str, Any]],
+) -> list[dict[str, HeldState] | None]:
+    """Return the descriptions of each parameter's state, None for one without state; a collective.
+
+    Args:
+        pieces: the pieces of each rank.
+        mine: the state of this rank's pieces.
+
+    Raises:
+        DivergenceError, LagomError: as ``gather_states``.
+    """
+    rows = _describe_all(group, parameters, pieces, mine)
+    found: list[dict[str, HeldState] | None] = [None] * len(parameters)
+    for owner, piece in _in_order(pieces):
+        for key, fields in rows[owner][piece].items():
+            entries = found[piece.param]
+            if entries is None:
+                entries = found[piece.param] = {}
+            entries.setdefault(key, HeldState(*fields))
+    return found
+
+
+def _describe_all(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    pieces: Sequence[Sequence[ParameterPiece]],
+    mine: Mapping[ParameterPiece, Mapping[str, Any]] | None,
+) -> list[dict[ParameterPiece, dict[str, Any]]]:
+    """Return each rank's descriptions of the state of its pieces."""
     told = None if mine is None else {p: _describe_state(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
     try:
         rows = all_gather_values(group, told)
@@ -78,18 +128,7 @@ def gather_states(
             f"the state of an optimizer was asked for that rank {missing[0]} does not have, or is in the middle of "
             "stepping; create the same optimizers and step them in the same order on every rank"
         )
-    found: list[dict[str, Any] | None] = [None] * len(parameters)
-    for owner, piece in _in_order(pieces):
-        own = mine.get(piece, {}) if owner == group.rank else {}
-        for key, fields in rows[owner][piece].items():
-            held = HeldState(*fields)
-            value = _read_value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
-            if keep:
-                entries = found[piece.param]
-                if entries is None:
-                    entries = found[piece.param] = {}
-                _write_value(entries, key, held, value, piece, parameters[piece.param])
-    return found
+    return rows
 
 
 def _in_order(pieces: Sequence[Sequence[ParameterPiece]]) -> Iterator[tuple[int, ParameterPiece]]:
@@ -105,19 +144,12 @@ def _describe_state(
         if not isinstance(value, torch.Tensor):
             told[key] = HeldState(value, None, (), False, False)
             continue
-        line = _flatten_value(value, piece, parameters[piece.param])
+        line = flatten_value(value, piece, parameters[piece.param])
         sent = value if line is None else line
         follows = sent.layout == torch.strided and sent.nbytes > _INLINE
         inline = None if follows else sent.detach().cpu().clone()
         told[key] = HeldState(inline, value.dtype, tuple(sent.shape), line is not None, value.device.type != "cpu")
     return told
-
-
-def _flatten_value(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return ``value`` flat, in the order of memory, if it has one element per element of the piece; else None."""
-    if piece.end - piece.start < parameter.numel():
-        return value if value.shape == (piece.end - piece.start,) else None
-    return flatten_like(value, parameter) if _is_like(value, parameter) else None
 
 
 def _read_value(
@@ -131,7 +163,7 @@ def _read_value(
         return held.value.to(device)
     # The rank that has the piece returns a copy, since the program may change the gathered state.
     if owner == group.rank:
-        line = _flatten_value(mine, piece, parameter)
+        line = flatten_value(mine, piece, parameter)
         value = (mine if line is None else line).detach().clone(memory_format=torch.contiguous_format)
     else:
         value = torch.empty(held.shape, dtype=held.dtype, device=device)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.errors import LagomError
 from lagom.exchange.agreement_exchange import signature
+from lagom.extensions.zero.kept_optimizer_state import KeptOptimizerState, StateOfOptimizer, collect_piece
 from lagom.extensions.zero.optimizer_shards import OptimizerShards
-from lagom.extensions.zero.optimizer_state import cut_state, gather_states
+from lagom.extensions.zero.optimizer_state import cut_state, gather_states, outline_states
+from lagom.extensions.zero.partition import ParameterPiece
 from lagom.extensions.zero.publish import ParameterPublisher
 from lagom.extensions.zero.sharded_state import ShardedState
 from lagom.run_state.memory_layout import flatten_like, flatten_memory
@@ -24,9 +28,14 @@ if TYPE_CHECKING:
     from lagom.exchange.agreement_exchange import AgreedExchange
     from lagom.exchange.group import Group
     from lagom.extensions.zero.gradient_shards import GradientShards
+    from lagom.extensions.zero.kept_optimizer_state import Ranges
     from lagom.extensions.zero.optimizer_probe import OptimizerFinding
+    from lagom.extensions.zero.optimizer_state import HeldState
     from lagom.extensions.zero.parameters.shards import ParameterShards
-    from lagom.extensions.zero.partition import ParameterPiece
+
+
+WHOLE, OUTLINE = -1, -2
+"""Requests for the whole state and for its outline; other requests are for one parameter, by its index."""
 
 
 class ShardedOptimizer:
@@ -52,6 +61,7 @@ class ShardedOptimizer:
         weights: ParameterShards | None = None,
     ) -> None:
         self.number = number
+        self.finding = finding
         self.parameters = parameters
         self.clock = 0
         """Number of steps begun plus steps published: equal on two ranks whose shards belong to the same state."""
@@ -222,8 +232,37 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version(gradients)
         return ParameterPublisher(self._group, self._frame, gradients, pieces).publish(signed)
 
+    def held(self) -> StateOfOptimizer:
+        """Return the optimizer's state without the values that ``collect`` gives, for a snapshot."""
+        place = {key: i for i, key in enumerate(self._order)}
+        mine = {id(stand_in) for _, stand_in in self._shards.own}
+        return StateOfOptimizer(
+            key=self.number,
+            kind=self.finding.kind.value,
+            changes_gradients=self.finding.changes_gradients,
+            parameters=self.parameters,
+            every=sorted(self._shards.every, key=lambda p: place.get(id(p), len(place))),
+            rest=[(key, state) for key, state in self.part.items() if id(key) not in mine],
+            is_default=isinstance(self.part, defaultdict),
+        )
+
+    def collect(self, values: dict[Any, Any], ranges: Ranges) -> None:
+        """Add the state of this rank's pieces to ``values`` and ``ranges``, for a snapshot.
+
+        Raises:
+            LagomError: if a parameter's state is no dict.
+        """
+        for piece, stand_in in self._shards.own:
+            state = self.part.get(stand_in, {})
+            if not isinstance(state, Mapping):
+                raise LagomError(f"an optimizer keeps a {type(state).__name__} for a parameter, not a dict of values")
+            collect_piece(self.number, piece, self.parameters[piece.param], state, values, ranges)
+
     def keep_state(self, whole: Any) -> None:
-        """Keep this rank's part of the optimizer's ``whole`` state, for the next step."""
+        """Keep this rank's part of the optimizer's state, ``whole`` or a ``KeptOptimizerState``, for the next step."""
+        if isinstance(whole, KeptOptimizerState):
+            self._keep_from_files(whole)
+            return
         part = defaultdict(whole.default_factory) if isinstance(whole, defaultdict) else type(whole)()
         shared = {id(p) for p in self.parameters}
         for key, state in whole.items():
@@ -232,15 +271,55 @@ class ShardedOptimizer:
         for piece, stand_in in self._shards.own:
             parameter = self.parameters[piece.param]
             if parameter in whole:
-                state = whole[parameter]
-                is_all = piece.end - piece.start == parameter.numel() or not isinstance(state, dict)
-                part[stand_in] = state if is_all else cut_state(state, parameter, piece)
+                part[stand_in] = _own_state(whole[parameter], parameter, piece)
         self.part = part
         self._order = [id(key) for key in whole]
 
-    def serve_state(self) -> None:
-        """Take part in another rank's ``gather_state``."""
-        self._gather_states(keep=False)
+    def _keep_from_files(self, kept: KeptOptimizerState) -> None:
+        shared = {id(p) for p in self.parameters}
+        self.part = kept.held.new_state()
+        self.part.update((key, state) for key, state in kept.held.rest if id(key) not in shared)
+        for p in kept.held.parameters:
+            if id(p) not in shared and kept.has(p):
+                self.part[p] = kept.read(ParameterPiece(0, 0, p.numel()), p)
+        whole = {id(key): state for key, state in kept.held.rest}
+        for piece, stand_in in self._shards.own:
+            parameter = self.parameters[piece.param]
+            if id(parameter) in whole:
+                self.part[stand_in] = _own_state(whole[id(parameter)], parameter, piece)
+            elif kept.has(parameter):
+                self.part[stand_in] = kept.read(piece, parameter)
+        self._order = [id(key) for key in kept.held.every if kept.has(key)]
+
+    def serve_state(self, what: int) -> None:
+        """Take part in another rank's ``gather_state`` or ``outline``, or, with an index, its ``gather_entry``."""
+        if what == OUTLINE:
+            self.outline()
+        else:
+            self._gather_states(keep=False, only=None if what == WHOLE else what)
+
+    def outline(self) -> list[dict[str, HeldState] | None]:
+        """Return what the state of each sharded parameter consists of, without values of large tensors; a collective.
+
+        Raises:
+            DivergenceError, LagomError: as ``gather_state``.
+        """
+        return outline_states(self._group, self.parameters, self.pieces, self._own_states())
+
+    def gather_entry(self, index: int) -> dict[str, Any]:
+        """Return the whole state of one sharded parameter; a collective."""
+        return self._gather_states(keep=True, only=index)[index] or {}
+
+    def set_entry(self, index: int, name: str, value: Any) -> None:
+        """Keep this rank's part of ``value``, which is ``name`` in the state of one sharded parameter."""
+        for piece, stand_in in self._shards.own:
+            if piece.param == index and isinstance(state := self.part.get(stand_in), dict):
+                own = _own_state({name: value}, self.parameters[index], piece)[name]
+                kept = state.get(name)
+                if isinstance(kept, torch.Tensor) and isinstance(own, torch.Tensor) and kept.shape == own.shape:
+                    kept.copy_(own)
+                else:
+                    state[name] = own
 
     def gather_state(self) -> Any:
         """Return the optimizer's whole state, in the order in which the parameters got state; a collective.
@@ -264,14 +343,23 @@ class ShardedOptimizer:
                 found[key] = state
         return found
 
-    def _gather_states(self, *, keep: bool) -> list[dict[str, Any] | None]:
-        mine = {piece: self.part.get(one, {}) for piece, one in self._shards.own}
-        return gather_states(self._group, self.parameters, self.pieces, mine, keep=keep)
+    def _own_states(self) -> dict[ParameterPiece, Any]:
+        return {piece: self.part.get(one, {}) for piece, one in self._shards.own}
+
+    def _gather_states(self, *, keep: bool, only: int | None = None) -> list[dict[str, Any] | None]:
+        pieces = [[piece for piece in own if only in (None, piece.param)] for own in self.pieces]
+        return gather_states(self._group, self.parameters, pieces, self._own_states(), keep=keep)
 
     def num_bytes(self) -> int:
         """Return the bytes of the state that this rank holds."""
         held = [state.values() for state in self.part.values() if isinstance(state, dict)]
         return sum(value.nbytes for values in held for value in values if isinstance(value, torch.Tensor))
+
+
+def _own_state(state: Any, parameter: torch.Tensor, piece: ParameterPiece) -> Any:
+    """Return what belongs to ``piece`` of a whole parameter's state."""
+    is_all = piece.end - piece.start == parameter.numel() or not isinstance(state, dict)
+    return state if is_all else cut_state(state, parameter, piece)
 
 
 def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from lagom.extensions.zero.distributed_checkpoints import stream_checkpoints
 from lagom.extensions.zero.gradient_access import access_shards
 from lagom.extensions.zero.gradient_shards import GradientShards
 from lagom.extensions.zero.optimizer_group import OptimizerGroup
 from lagom.extensions.zero.parameters.sharded_parameters import shard_parameters
+from lagom.extensions.zero.snapshot_shards import SnapshotShards
 from lagom.optimizers.step_patches import replace_steps
 from lagom.patching.replace import replaced
 from lagom.watch.step_clock import OPTIMIZER_DIVIDED
@@ -27,6 +29,7 @@ def shard(session: Session) -> None:
     assert session.group is not None
     assert session.backwards.gradient_averager is not None
     gradients, weights = None, None
+    shards = session.resumption.shards = SnapshotShards(session)
     if session.config.zero_lvl > 1:
         gradients = session.backwards.gradient_store = GradientShards(
             session.group, session.tensors.leaves, lambda: session.may_meet, session.check_place, session.say_once
@@ -39,6 +42,8 @@ def shard(session: Session) -> None:
         assert gradients is not None
         weights = shard_parameters(session)
         gradients.parameter_parts = weights.parts
+        session.events.parameter_made.subscribe(shards.adopt)
+    shards.gradients, shards.weights = gradients, weights
     session.events.patched.subscribe(lambda stack: stack.enter_context(shard_steps(session, gradients, weights)))
 
 
@@ -64,9 +69,12 @@ def shard_steps(session: Session, gradients: GradientShards | None, weights: Par
         say=session.say_once,
         name=session.tensors.modules.name_of,
     )
+    if isinstance(shards := session.resumption.shards, SnapshotShards):
+        shards.optimizers = optimizers
     with (
         replace_steps(_make_steps(session, optimizers), existing=True),
         replaced(Optimizer, "state", _make_state_property(session, optimizers)),
+        stream_checkpoints(session, optimizers, weights),
     ):
         yield
         if not session.has_joined:

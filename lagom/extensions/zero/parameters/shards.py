@@ -51,6 +51,8 @@ class ParameterShards(ParameterStore):
         """Sharded units (each is the storage of one parameter) by the address of their storage."""
         self.is_busy = False
         """Whether lagom itself works with tensors now, so that operations make no parameter whole."""
+        self.is_streamed = False
+        """Whether tensors of a ``state_dict()`` are gathered one by one, so that they need not fit the device."""
         self._by_key: dict[bytes, ParameterStorage] = {}
         """Units by key. A unit that is gone on this rank stays here for a while: another rank may still request it."""
         self._released: dict[int, ParameterStorage] = {}
@@ -201,6 +203,19 @@ class ParameterShards(ParameterStore):
         for tensor in tensors:
             if (unit := self.find_storage(tensor)) is not None:
                 self._update_shard(unit)
+
+    def current_units(self) -> list[ParameterStorage]:
+        """Return all units that tensors use, with this rank's shards up to date."""
+        found = [unit for unit in self._by_key.values() if unit.is_alive]
+        for unit in found:
+            self._update_shard(unit)
+        return found
+
+    def restore_shard(self, unit: ParameterStorage, raw: torch.Tensor, version: tuple[int, int]) -> None:
+        """Give a new unit this rank's shard ``raw``, of values with ``version``, and free the unit's memory."""
+        with self.mark_busy():
+            unit.restore_part(raw, StorageVersion(*version))
+            self.resident.free(unit)
 
     def count_step(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
         """Count a step on the shards of ``tensors``, and free those that are whole.

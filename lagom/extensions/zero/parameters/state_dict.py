@@ -28,7 +28,7 @@ def make_state_dict(session: Session, weights: ParameterShards, original: Callab
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside or not session.live or not weights.units:
+        if inside or weights.is_streamed or not session.live or not weights.units:
             return original(self, *args, **kwargs)  # ``inside``: torch calls it for each submodule
         inside = True
         try:

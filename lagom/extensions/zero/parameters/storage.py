@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lagom.gradients.checksum import hash_values
 from lagom.run_state.memory_layout import is_dense, storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ALIGNED = 64
 """Alignment of the parts, in bytes."""
@@ -51,6 +54,7 @@ class ParameterStorage:
         self.is_shown = False
         """Whether the memory must stay in place for good, also after the next step (DLPack)."""
         self._ref = StorageWeakRef(storage)
+        self._reference: tuple[StorageVersion, Any] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -89,6 +93,18 @@ class ParameterStorage:
         first, last = self.part(rank)
         self.shard[: last - first] = whole[first:last]
         self.version, self.is_changed, self.seen = StorageVersion(total, 0), False, total
+
+    def restore_part(self, raw: torch.Tensor, version: StorageVersion) -> None:
+        """Set this rank's part to the bytes ``raw`` of a whole parameter with ``version``."""
+        self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=self.storage().device)
+        self.shard[: len(raw)] = raw
+        self.version, self.is_changed = version, False
+
+    def reference(self, make: Callable[[], Any]) -> Any:
+        """Return the object that stands for this version of the unit in a pickle; ``make`` it if there is none yet."""
+        if self._reference is None or self._reference[0] != self.version:
+            self._reference = self.version, make()
+        return self._reference[1]
 
     @property
     def own_part(self) -> torch.Tensor:

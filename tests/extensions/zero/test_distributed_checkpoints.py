@@ -1,0 +1,147 @@
+"""``torch.distributed.checkpoint.save`` of a sharded program writes what plain torch loads, and gathers little."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.session import Session
+from tests.ranks import RankFailedError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WIDTH = 72
+LEVELS = (1, 2, 3)
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.rand(8, 5, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Weights, state and settings as lists."""
+    state = optimizer.state_dict()
+    entries = {i: {name: value.tolist() for name, value in one.items()} for i, one in sorted(state["state"].items())}
+    return {key: value.tolist() for key, value in model.state_dict().items()}, entries, state["param_groups"]
+
+
+def train_and_save(session: Session, path: str, how: str) -> Any:
+    seed_everything(1)
+    model, optimizer = make()
+    for seed in range(3):
+        step(model, optimizer, seed)
+    optimizer.param_groups[0]["lr"] = 0.5
+    states = {
+        "objects": {"model": model, "optimizer": optimizer, "epoch": 3},
+        "state of the model": {"model": model.state_dict(), "optimizer": optimizer, "epoch": 3},
+        "states": {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3},
+    }
+    dcp.save(states[how], checkpoint_id=path)
+    return numbers(model, optimizer)
+
+
+def load_and_train(session: Session | None, path: str) -> Any:
+    """Load into a program that has trained with other numbers; return its numbers, and those after one more step."""
+    seed_everything(2)
+    model, optimizer = make()
+    for seed in range(2):
+        step(model, optimizer, 10 + seed)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    loaded = numbers(model, optimizer)
+    step(model, optimizer, 3)
+    return loaded, numbers(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("level", "world_size", "how"),
+    [
+        (1, 2, "state of the model"),
+        (2, 3, "objects"),
+        (3, 2, "state of the model"),
+        (3, 3, "objects"),
+        (3, 2, "states"),
+        *(
+            pytest.param(level, world_size, how, marks=pytest.mark.soak)
+            for level in (0, *LEVELS)
+            for world_size in (1, 2, 3)
+            for how in ("objects", "states")
+        ),
+    ],
+)
+def test_plain_torch_loads_what_ranks_have_saved(level: int, world_size: int, how: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run = partial(train_and_save, path=path, how=how)
+    wanted = run_ranks(world_size, run, batches="whole", zero_lvl=level)[0]
+    assert load_and_train(None, path)[0] == wanted
+    dcp_to_torch_save(path, str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt")
+    assert {key: value.tolist() for key, value in whole["model"].items()} == wanted[0]
+    assert whole["epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("level", "world_size"),
+    [(3, 2), (2, 3), *(pytest.param(*other, marks=pytest.mark.soak) for other in [(1, 2), (1, 3), (2, 2), (3, 3)])],
+)
+def test_ranks_load_what_plain_torch_has_saved(level: int, world_size: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    train_and_save(None, path, "objects")  # type: ignore[arg-type]
+    wanted = load_and_train(None, path)
+    for found in run_ranks(world_size, partial(load_and_train, path=path), batches="whole", zero_lvl=level):
+        assert found[0] == wanted[0]
+        for one, other in zip(found[1][0].values(), wanted[1][0].values(), strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-6)
+
+
+def save_large(session: Session, path: str) -> float:
+    """Save 67 MB of parameters and 134 MB of state; return by how many MB this has raised the memory of the rank."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.rand(4, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = memory("VmRSS")
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+    return memory("VmHWM") - before
+
+
+def memory(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_rank_has_the_whole_model_or_state_while_it_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    grown = run_ranks(2, partial(save_large, path=str(path)), batches="whole", zero_lvl=3)
+    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    assert size > 200
+    assert max(grown) < size / 2
+
+
+def test_an_error_of_rank_0_ends_save_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RankFailedError, match=r"could not write the checkpoint|NotADirectoryError"):
+        run_ranks(2, partial(train_and_save, path=str(tmp_path / "file" / "below"), how="objects"), zero_lvl=3)
