@@ -74,6 +74,11 @@ class Departure:
         if within_s is not None:
             self._channel.call_later(within_s, partial(self._end_without, loss))
 
+    def ranks_began(self) -> None:
+        """Want the snapshot of a notice that came before there were ranks to hear of it; in the channel's thread."""
+        if self._notice is not None:
+            self._channel.broadcast(SnapshotWanted())
+
     def _end_without(self, loss: Loss) -> None:
         if not self.is_terminated:
             self._end(loss)

@@ -305,6 +305,7 @@ class RunView:
                 self._join(task, message)
             case Started():
                 self._history.ranks_began()
+                self._departure.ranks_began()
                 self._events.put(RanksStarted(pids=message.pids))
             case Failed():
                 self._fail(message.report)

@@ -66,6 +66,14 @@ def test_the_snapshot_that_is_wanted_ends_the_attempt_and_one_that_was_under_way
     assert attempt.said == []
 
 
+def test_ranks_that_begin_after_the_notice_are_told(attempt: Attempt) -> None:
+    attempt.departure.ranks_began()
+    assert attempt.sent == []
+    attempt.departure.announce(GOING)
+    attempt.departure.ranks_began()
+    assert [type(message) for message in attempt.sent] == [SnapshotWanted, SnapshotWanted]
+
+
 def test_an_attempt_that_hears_of_another_executor_wants_no_second_snapshot(attempt: Attempt) -> None:
     attempt.departure.announce(GOING)
     attempt.departure.announce(GOING)
