@@ -70,6 +70,7 @@ class _Attempts:
         self._launcher, self._plan, self._call, self._records = launcher, plan, call, records
         changed = records.lost if records is not None else lambda _: None
         self.history = RunHistory(plan.config.max_failures, changed, snapshots, self._say)
+        self.history.has_room = self._has_room
         self._now = plan
         """The plan of the present attempt."""
         self._smaller: Plan | None = None
@@ -92,7 +93,7 @@ class _Attempts:
                     raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
                 self._say(f"{found}: the run restarts from the beginning")
                 history.give_up_snapshots()
-            elif history.loss is None or self._plan.config.max_failures == 0:
+            elif history.loss is None or (self._plan.config.max_failures == 0 and history.loss.counts):
                 raise found
             elif history.loss.free_slots:
                 self._go_on_larger(history.loss.free_slots)
@@ -128,15 +129,18 @@ class _Attempts:
             LagomError: ``error``, if no further attempt is allowed or there are too few slots.
         """
         plan, history = self._plan, self.history
-        history.fail(loss)
-        if len(history.failures) > plan.config.max_failures:
+        if loss.counts:
+            history.fail(loss)
+        else:
+            history.prepare()
+        if loss.counts and len(history.failures) > plan.config.max_failures:
             raise self._ended(error, f"max_failures={plan.config.max_failures}") from error.__cause__
         # A run that has a snapshot takes more ranks when executors are back: it need not wait for them.
         wait_s = REPLACED_S if history.resumed is None else 0.0
         slots = self._launcher.slots_again(plan.num_slots, wait_s, loss.cut_off)
-        if slots < (least := _with_ranks(plan, _least(plan)).num_slots):
+        if slots < self._least_slots:
             self._say(f"{loss.cause}; too few executors are left: waiting for others, {LAST_S:g} s at most")
-            self._launcher.slots_again(least, LAST_S)
+            self._launcher.slots_again(self._least_slots, LAST_S)
             slots = self._launcher.slots_again(plan.num_slots, wait_s)
         size = min(plan.world_size, slots * plan.ranks_per_slot)
         if size < _least(plan):
@@ -144,11 +148,16 @@ class _Attempts:
         self._smaller = None
         self._prepare(_with_ranks(plan, size), _announced(loss, history, size, plan))
 
+    @property
+    def _least_slots(self) -> int:
+        """The slots of the fewest ranks with which the run may restart."""
+        return _with_ranks(self._plan, _least(self._plan)).num_slots
+
     def _ended(self, error: LagomError, why: str) -> LagomError:
         """Put back the content that a new attempt cut off from files; add to the text of ``error`` why the run ends."""
         history = self.history
         put_back(history.files)
-        num = len(history.failures)
+        num = max(1, len(history.failures))
         text = f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})"
         if history.folder is not None and history.resumed is not None:
             text += f"; lagom resume {self._url or history.folder.run_dir} continues from {history.resumed.place}"
@@ -200,6 +209,13 @@ class _Attempts:
             return 0  # a run that may not be lost again keeps to the hosts that it has
         return self._launcher.free_slots(running, one_host=self.history.files.on_one_disk())
 
+    def _has_room(self) -> bool:
+        """Return whether the run could begin again on the executors that Spark does not decommission."""
+        try:
+            return self._launcher.slots_again(self._plan.num_slots) >= self._least_slots
+        except Exception:  # Spark's JVM may be gone, which the job shows as well
+            return False
+
     def _say(self, text: str) -> None:
         """Tell the user ``text``, and record it."""
         text = f"lagom: {self._plan.name}: {text}"
@@ -237,7 +253,7 @@ def _goes_on(history: RunHistory) -> str:
 
 def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
     where = f" (on {loss.host})" if loss.host and loss.host not in loss.cause else ""
-    number = f"attempt {history.num_attempts} of {plan.config.max_failures + 1}"
+    number = f"attempt {history.num_attempts} of {plan.config.max_failures + 1}" if loss.counts else "elsewhere"
     text = f"{loss.cause}{where}; the run {_goes_on(history)}, {number}"
     if size != plan.world_size:
         text += f", with {size} rank{'s' * (size != 1)} instead of {plan.world_size}"

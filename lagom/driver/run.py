@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import queue
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 
+from lagom.driver.departure import LEAVE_SNAPSHOT_S, Departure
 from lagom.driver.rank_events import RankEvents
 from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
@@ -46,7 +46,7 @@ from lagom.wire.messages import (
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SnapshotArrived, SnapshotKept, SnapshotWanted
+from lagom.wire.snapshot_messages import SigtermHeard, SnapshotArrived, SnapshotKept
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -54,8 +54,6 @@ driver, by Spark's allGather."""
 IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
 _BUSY_S = 60.0  # in a local run, the user is told no earlier: its process always starts, if slowly
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
-LEAVE_SNAPSHOT_S = 7.0
-"""Longest wait for the snapshot of a run that SIGTERM ends; Docker kills its processes after 10 s, others after 30."""
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
 _LOOK_S = 1.0  # interval of looks at the processes of a local run
 
@@ -113,16 +111,16 @@ class RunView:
         self._lost: list[LagomError] = []
         self._gone: Loss | None = None
         self._refused: PlanError | None = None
-        self._is_leaving = False
-        self._has_left = threading.Event()
-        """Set when ``leave`` need not wait any longer for a snapshot."""
-        self._wanted_number = -1
-        """Number of the snapshot that rank 0 has taken for ``leave``."""
+        self._ends_itself = False
+        """Whether this process has ended the attempt by ``_depart``."""
+        self._departure = Departure(
+            self.channel, self._history, self._depart, lambda text: self._events.put(Warned(text=text))
+        )
         self._records = records
         parts = (extension.view(plan, self.channel, self._events.put) for extension in EXTENSIONS)
         self._parts = [part for part in parts if part is not None]
         self._display = RunDisplay(
-            plan, where, records, self._history, self._parts, self._put_later, self._notice_snapshot
+            plan, where, records, self._history, self._parts, self._put_later, self._departure.notice_snapshot
         )
 
     def __enter__(self) -> RunView:
@@ -132,7 +130,7 @@ class RunView:
 
     def __exit__(self, *exc: object) -> None:
         self._history.leave = lambda: False
-        self._has_left.set()
+        self._departure.release()
         if exc[0] is not None:
             self.stop()
         self.channel.__exit__(*exc)
@@ -192,12 +190,13 @@ class RunView:
 
         Return True when the ranks are told to end. For any thread.
         """
-        self._is_leaving = True
-        if self._history.folder is not None and self.begun:
-            self.channel.broadcast(SnapshotWanted())
-            self._has_left.wait(LEAVE_SNAPSHOT_S)
+        self._departure.leave(has_ranks=self.begun)
         self.stop()
         return True
+
+    def announce(self, loss: Loss) -> None:
+        """End the attempt after a snapshot, since Spark has announced ``loss``; for any thread."""
+        self.channel.call_later(0.0, partial(self._departure.announce, loss))
 
     def finish(self) -> None:
         """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
@@ -228,7 +227,7 @@ class RunView:
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
         self._show_rest()
-        if self._is_leaving:
+        if self._departure.is_terminated:
             raise Terminated
 
     def _patience(self, over: bool) -> float:
@@ -274,33 +273,17 @@ class RunView:
             self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
             self._lost.append(LagomError(self._gone.cause))
 
-    def _notice_snapshot(self, number: int) -> None:
-        """End the attempt if it waits for snapshot ``number``, or for more ranks, if there are free slots."""
-        if number == self._wanted_number:
-            self._has_left.set()
-        if self._is_leaving:
-            return
-        if self._history.is_newest(number) and (free := self._history.free_slots()) > 0:
-            self.channel.call_later(0.0, partial(self._make_room, free))
-
-    def _make_room(self, free_slots: int) -> None:
-        """End the attempt, unless it ends already, so that the next one has more ranks; in the channel's thread.
-
-        See Note [More ranks again] in driver/attempts.py.
-        """
+    def _depart(self, loss: Loss) -> None:
+        """End the attempt with ``loss``, unless it ends already; in the channel's thread. See Note [Departures]."""
         if not self._stopping and not self._done and not self._failures:
-            self._gone = Loss(rank=None, host="", cause="there is room for more ranks", free_slots=free_slots)
-            self._lost.append(LagomError(self._gone.cause))
+            self._gone, self._ends_itself = loss, True
+            self._lost.append(LagomError(loss.cause))
             self.stop()
-
-    @property
-    def _makes_room(self) -> bool:
-        return self._gone is not None and self._gone.free_slots > 0
 
     def loss(self) -> Loss | None:
         """Return the loss that ended the attempt; None if it had another end, such as an error of the program.
 
-        An end for more ranks counts as a loss with ``free_slots``.
+        An end for more ranks counts as a loss with ``free_slots``, one that Spark has announced as ``is_planned``.
         """
         if self._refused is not None or len(self._lost) > (self._gone is not None):
             return None
@@ -322,6 +305,7 @@ class RunView:
                 self._join(task, message)
             case Started():
                 self._history.ranks_began()
+                self._departure.ranks_began()
                 self._events.put(RanksStarted(pids=message.pids))
             case Failed():
                 self._fail(message.report)
@@ -337,8 +321,10 @@ class RunView:
                 self._take_snapshot(message)
             case Stopping():
                 self._answered.add(task)
+            case SigtermHeard():
+                self._hear(task, message)
             case Lost():
-                if not self._makes_room:
+                if not self._ends_itself:
                     self._lost.append(LagomError(message.message))
                 self.stop()
                 self._end_task(task)
@@ -349,13 +335,20 @@ class RunView:
                 self._events.put(message)
 
     def _take_snapshot(self, kept: SnapshotKept) -> None:
-        if kept.is_wanted:
-            self._wanted_number = kept.number
+        self._departure.expect(kept)
         if kept.description:
             self._history.note_kept(kept.number, kept.description)
         names = (f"{FETCHED}-{kept.number}{ending}" for ending in ("", ".json"))
         is_whole = not kept.sha256 or [self.channel.digests.pop(name, "") for name in names] == kept.sha256
         self._events.put(SnapshotArrived(kept=kept, is_whole=is_whole))
+
+    def _hear(self, task: int, message: SigtermHeard) -> None:
+        """End the attempt after a snapshot, as a rank or a host process has received SIGTERM."""
+        join = self._joins[task]
+        who = f"rank {message.rank}" if message.rank is not None else f"the process that holds {rank_names(join.ranks)}"
+        rank = join.ranks[0] if message.rank is None else message.rank
+        loss = Loss(rank=rank, host=join.host_name, cause=f"{who} received SIGTERM")
+        self._departure.announce(loss, LEAVE_SNAPSHOT_S)
 
     def _take_reports(self, reports: Sequence[RankReport]) -> None:
         self.reports.update({report.rank: report for report in reports})
@@ -384,9 +377,9 @@ class RunView:
 
     def _fail(self, report: RankReport) -> None:
         if all(report.rank != earlier.rank for earlier in self._failures):
-            # When an attempt is ended for more ranks, its last ranks fail for lack of the others. The program may turn
-            # that into an error of its own.
-            consequence = report.consequence or self._makes_room
+            # When lagom ends an attempt, its last ranks fail for lack of the others. The program may turn that into an
+            # error of its own.
+            consequence = report.consequence or self._ends_itself
             self._failures.append(dataclasses.replace(report, order=len(self._failures), consequence=consequence))
 
     def _close(self, task: int) -> None:

@@ -22,12 +22,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLEANER = re.compile(rb"(.*/)?torch_shm_manager\0|.*\0from [\w.]+\.resource_tracker import main;", re.DOTALL)
 """Command lines of processes that remove shared memory after its users have ended: torch's, Python's and joblib's. They
 end by themselves and are never killed."""
+END = signal.SIGHUP
+"""Signal by which a fork server ends its host processes; SIGTERM may come from anybody, as a notice."""
+_ENDS = (END, signal.SIGTERM)
 _END_S = 5.0  # then leave processes that wait for a disk, which SIGKILL does not end, or still remove shared memory
 _TURN_S = 0.01
 
 
 class Orphaned(BaseException):
-    """Raised when this process's parent has ended, or has told this process to end (SIGTERM)."""
+    """Raised when this process's parent has ended or has told this process to end (SIGHUP), and at SIGTERM."""
 
 
 def fork_host(function: Callable[[], None]) -> int:
@@ -54,7 +57,7 @@ def fork_host(function: Callable[[], None]) -> int:
             function()
             code = 0
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no Orphaned from here on: the clean-up must complete
+            _ignore_ends()  # no Orphaned from here on: the clean-up must complete
     except Orphaned:
         pass
     except BaseException:
@@ -64,17 +67,45 @@ def fork_host(function: Callable[[], None]) -> int:
 
 
 def _raise_at_end_of(parent: int) -> None:
-    """Raise ``Orphaned`` in this process, once, when ``parent`` ends, or at SIGTERM."""
+    """Raise ``Orphaned`` in this process, once, when ``parent`` ends or sends SIGHUP, or at SIGTERM from anybody."""
 
     def end(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_ends()
         raise Orphaned
 
-    signal.signal(signal.SIGTERM, end)
+    for number in _ENDS:
+        signal.signal(number, end)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, END)
     if os.getppid() != parent:
         end()
+
+
+def _ignore_ends() -> None:
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def heard_sigterm() -> Iterator[int]:
+    """Context manager of a host process that does not end at its first SIGTERM, but reads it from the yielded pipe.
+
+    A second SIGTERM ends the process as before.
+    """
+    reader, writer = os.pipe()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def hear(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, before)
+        os.write(writer, b"T")
+
+    signal.signal(signal.SIGTERM, hear)
+    try:
+        yield reader
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
+        os.close(writer)
 
 
 def _exit_host(code: int) -> NoReturn:

@@ -31,6 +31,7 @@ def serve(connection: socket.socket) -> None:
     """Answer requests until the driver closes ``connection``.
 
     A request is a pickle of a ``RunSpec`` and of the ranks' entries of ``visible_devices``, with the files of the run.
+    SIGTERM ends the server after its last host process.
     """
     gc.disable()  # collections would take a fourth of the time of these imports
     import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)
@@ -38,6 +39,7 @@ def serve(connection: socket.socket) -> None:
     gc.enable()
     adopt_orphans(True)
     hosts = _Hosts()
+    signal.signal(signal.SIGTERM, lambda *_: hosts.retire())
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while True:
@@ -65,6 +67,19 @@ class _Hosts:
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
+        self._retires = False
+        """Whether the server is to end after its last host process."""
+
+    def retire(self) -> None:
+        """End this process at once if it has no host process, else after the last one.
+
+        A batch system sends SIGTERM to all processes of a job at once: the hosts need their server for a last snapshot.
+        """
+        self._retires = True
+        if not self._pids:
+            end_descendants()
+            remove_leftovers()
+            os._exit(0)
 
     def add(self, pid: int) -> int | None:
         """Record ``pid``; return a file that is readable after its end, or None if the system has no such files."""
@@ -81,6 +96,8 @@ class _Hosts:
         os.close(pidfd)
         end_descendants(self._pids.values())
         remove_leftovers()
+        if self._retires:
+            self.retire()
 
     def end_all(self) -> None:
         """Wait for the host processes, which also see that the driver has ended; then end those that are left."""

@@ -31,6 +31,10 @@ class ForkedRank:
     notice: int | None = None
     """File by which the rank learns that the driver wants a snapshot; None if the rank takes none."""
     pulse: Pulse = field(init=False)
+    sigterm: int | None = None
+    """Pipe from which the host process reads that the rank has received SIGTERM; None if SIGTERM ends the rank."""
+    num_wanted: int = 0
+    """Number of snapshots that the driver has wanted."""
     num_questions: int = 0
     """Number of reports that the rank has made for its trial so far."""
     tail: bytearray = field(default_factory=bytearray)
@@ -45,12 +49,13 @@ class ForkedRank:
     def want_snapshot(self) -> None:
         """Have the rank take a snapshot at the next batch."""
         if self.notice is not None:
-            os.pwrite(self.notice, b"\1", 0)
+            self.num_wanted = (self.num_wanted + 1) % 256
+            os.pwrite(self.notice, bytes([self.num_wanted]), 0)
 
     def close(self) -> None:
         """Close the connection and files of the rank, which has ended."""
         self.control.close()
-        for fd in (self.stdout, self.stderr, self.pidfd, self.stacks, self.notice):
+        for fd in (self.stdout, self.stderr, self.pidfd, self.stacks, self.notice, self.sigterm):
             if fd is not None:
                 os.close(fd)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lagom.control_groups import available_cores
 from lagom.errors import LagomError
+from lagom.host.descendants import heard_sigterm
 from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
@@ -29,7 +30,7 @@ from lagom.wire.messages import Join, Peers, RankReport
 from lagom.wire.rendezvous import join_run
 from lagom.wire.spec import RankSpec, RunSpec
 
-_FILES_OF_RANK = 7  # link, output, errors, stacks, outcome, end, and one for its fork
+_FILES_OF_RANK = 8  # link, output, errors, stacks, outcome, end, SIGTERM, and one for its fork
 _FILES = 200  # other open files of this process
 
 
@@ -78,6 +79,8 @@ def run_task_ranks(
             rank_spec = make_rank_spec(table, rank, spec, workspace, outcome_fd, store_fd, gpu)
             watch.add(fork_rank(spec, rank_spec, workspace))
             local_ranks.append(rank_spec.local_rank)
+        if spec.snapshots is not None and link is not None:
+            watch.hear(stack.enter_context(heard_sigterm()))
         watch.report_start()
         reports = watch.supervise()
         if spec.plan.rehearsal is None:
@@ -216,12 +219,20 @@ def fork_rank(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> F
         out_read, out_write, err_read, err_write = (*_pipe(unless_forked), *_pipe(unless_forked))
         stacks_fd = anonymous_file("stacks")
         unless_forked.callback(os.close, stacks_fd)
-        notice_fd = None
+        notice_fd = sigterm_read = sigterm_write = None
         if spec.snapshots is not None and rank_spec.rank == 0:
             notice_fd = anonymous_file("notice")
             unless_forked.callback(os.close, notice_fd)
             os.pwrite(notice_fd, b"\0", 0)
-        rank_spec = dataclasses.replace(rank_spec, control_fd=theirs.fileno(), stacks_fd=stacks_fd, notice_fd=notice_fd)
+        if spec.snapshots is not None:
+            sigterm_read, sigterm_write = _pipe(unless_forked)
+        rank_spec = dataclasses.replace(
+            rank_spec,
+            control_fd=theirs.fileno(),
+            stacks_fd=stacks_fd,
+            notice_fd=notice_fd,
+            sigterm_fd=sigterm_write,
+        )
         # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -233,7 +244,9 @@ def fork_rank(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> F
     theirs.close()
     os.close(out_write)
     os.close(err_write)
+    if sigterm_write is not None:
+        os.close(sigterm_write)
     for fd in (out_read, err_read):
         os.set_blocking(fd, False)
-    pidfd = open_pidfd(pid)
-    return ForkedRank(rank_spec.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd, notice_fd)
+    pidfd, control = open_pidfd(pid), DriverClient(ours)
+    return ForkedRank(rank_spec.rank, pid, pidfd, control, out_read, err_read, stacks_fd, notice_fd, sigterm_read)

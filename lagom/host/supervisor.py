@@ -34,7 +34,7 @@ from lagom.wire.messages import (
     Stopping,
 )
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
-from lagom.wire.snapshot_messages import SnapshotMarked, SnapshotPoint, SnapshotWanted
+from lagom.wire.snapshot_messages import SigtermHeard, SnapshotMarked, SnapshotPoint, SnapshotWanted
 
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
@@ -63,11 +63,26 @@ class RankSupervisor:
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
 
+    def hear(self, pipe: int, rank: ForkedRank | None = None) -> None:
+        """Tell the driver when ``pipe`` says that ``rank``, or this process if that is None, has received SIGTERM."""
+
+        def read() -> None:
+            if not os.read(pipe, 1 << 16):
+                self._selector.unregister(pipe)
+            elif self.driver.is_open:
+                self.driver.send(SigtermHeard(rank=None if rank is None else rank.rank), sure=True)
+            elif rank is not None:
+                os.kill(rank.pid, signal.SIGKILL)  # nobody is left who could wait for a snapshot
+
+        self._selector.register(pipe, selectors.EVENT_READ, read)
+
     def add(self, rank: ForkedRank) -> None:
         """Supervise ``rank`` too."""
         self._ranks.append(rank)
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._read_rank(rank))
         self._output.register(rank)
+        if rank.sigterm is not None:
+            self.hear(rank.sigterm, rank)
         if rank.pidfd is not None:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
 

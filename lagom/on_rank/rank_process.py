@@ -66,8 +66,8 @@ def _detach(rank_spec: RankSpec, workspace: HostWorkspace, stdout: int, stderr: 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    own_fds = {rank_spec.control_fd, rank_spec.outcome_fd, rank_spec.store_fd, rank_spec.stacks_fd, rank_spec.notice_fd}
-    close_all_but({0, 1, 2, workspace.payload_fd, *own_fds})
+    own_fds = {rank_spec.control_fd, rank_spec.outcome_fd, rank_spec.store_fd, rank_spec.stacks_fd}
+    close_all_but({0, 1, 2, workspace.payload_fd, rank_spec.notice_fd, rank_spec.sigterm_fd, *own_fds})
     streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         raw = open(fd, "wb", closefd=False)  # noqa: SIM115

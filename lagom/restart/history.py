@@ -51,6 +51,8 @@ class RunHistory:
         self.failures: list[Failure] = []
         self.free_slots: Callable[[], int] = lambda: 0
         """Returns the number of slots for more ranks than the present attempt has."""
+        self.has_room: Callable[[], bool] = lambda: True
+        """Returns whether executors that Spark does not decommission have slots for the fewest ranks of the run."""
         self.leave: Callable[[], bool] = lambda: False
         """Ends the present attempt, after a snapshot; returns False if no ranks run."""
         self.loss: Loss | None = None
@@ -114,7 +116,7 @@ class RunHistory:
 
     def begins_again(self, loss: Loss | None) -> bool:
         """Return whether ``max_failures`` lets the run begin again if the present attempt ends with ``loss``."""
-        return loss is not None and (loss.free_slots > 0 or len(self.failures) < self._max_failures)
+        return loss is not None and (not loss.counts or len(self.failures) < self._max_failures)
 
     def is_newest(self, number: int) -> bool:
         """Return whether ``number`` is that of the run's newest snapshot."""

@@ -23,6 +23,13 @@ class Loss:
     """Names and addresses of the hosts that gave no sign of life; empty if only processes were lost."""
     free_slots: int = 0
     """Number of slots for more ranks, if lagom ended the attempt to use them and nothing was lost; else 0."""
+    is_planned: bool = False
+    """Whether lagom ended the attempt after a snapshot, as Spark had announced the loss, and nothing was lost."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is one of at most ``max_failures`` losses."""
+        return self.free_slots == 0 and not self.is_planned
 
 
 class FailureReport(Protocol):

@@ -7,7 +7,6 @@ import gc
 import os
 import selectors
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.host.descendants import adopt_orphans, end_descendants, fork_host, reap_adopted
+from lagom.host.descendants import END, adopt_orphans, end_descendants, fork_host, reap_adopted
 from lagom.host.forked_rank import open_pidfd
 from lagom.host.workspace import locked_servers, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
@@ -190,7 +189,7 @@ class _ExecutorServer:
         self._unused_since = time.monotonic()
         if worker.host is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.host, signal.SIGTERM)  # the same signal as on the end of the parent: see fork_host
+                os.kill(worker.host, END)
 
     def _reap(self, host: int) -> None:
         pid, status = os.waitpid(host, os.WNOHANG)

@@ -33,6 +33,7 @@ from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.spark import spark_task as task_module
+from lagom.spark.decommissions import decommissions_announced
 from lagom.spark.spark_failure import full_text, own_message, why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_master import check_packages, start_session
@@ -160,7 +161,8 @@ class SparkLauncher:
         running = SparkJob(job, self.facts.thread_class(), run.finish)
         try:
             running.start()
-            run.watch()
+            with decommissions_announced(self.facts, group, plan, run.announce):
+                run.watch()
             if run.stopped:
                 self.end_job(running, run, group)
                 running.wait(CANCELLED_S)

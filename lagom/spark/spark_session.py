@@ -103,6 +103,20 @@ class SparkFacts:
         """Return 0: a Connect client cannot ask for the number of slots. See ``Launcher.free_slots``."""
         return 0
 
+    hears_decommissions = False
+    """Whether Spark tells this process which executors it decommissions."""
+
+    def tasks_of(self, group: str, most: int) -> Sequence[tuple[int, str, str]]:
+        """Return number, executor and host of at most ``most`` started tasks with the tag ``group``.
+
+        Only if ``hears_decommissions``.
+        """
+        raise NotImplementedError
+
+    def is_decommissioned(self, executor: str) -> bool:
+        """Return whether Spark decommissions ``executor``: it gets no more tasks. Only if ``hears_decommissions``."""
+        raise NotImplementedError
+
     def tag(self, group: str, description: str) -> None:
         """Tag the jobs that this thread starts from now on with ``group``, so that ``cancel`` finds them."""
         raise NotImplementedError
@@ -239,6 +253,26 @@ class ClassicFacts(SparkFacts):
         # Spark counts running tasks late, and those of executors whose end it has not noticed.
         busy = max(running, sum(tasks for _, _, tasks in executors))
         return max(0, int(jsc.maxNumConcurrentTasks(profile)) - busy)
+
+    @property
+    def hears_decommissions(self) -> bool:  # type: ignore[override]
+        """See ``SparkFacts.hears_decommissions``."""
+        return not self.one_machine
+
+    def tasks_of(self, group: str, most: int) -> Sequence[tuple[int, str, str]]:
+        """See ``SparkFacts.tasks_of``."""
+        tracker, store, found = self._context.statusTracker(), self._context._jsc.sc().statusStore(), []
+        for job in tracker.getJobIdsForGroup(group):
+            info = tracker.getJobInfo(job)
+            for stage in info.stageIds if info is not None else ():
+                tasks = store.taskList(stage, 0, most)
+                each = (tasks.apply(number) for number in range(tasks.size()))
+                found += [(int(task.index()), str(task.executorId()), str(task.host())) for task in each]
+        return found
+
+    def is_decommissioned(self, executor: str) -> bool:
+        """See ``SparkFacts.is_decommissioned``."""
+        return bool(self._context._jsc.sc().taskScheduler().getExecutorDecommissionState(executor).isDefined())
 
     def _executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorIds().size())

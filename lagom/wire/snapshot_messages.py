@@ -9,6 +9,7 @@ OutputMark      host     RunDisplay
 NoSnapshot      rank 0   RunDisplay; rehearsal: RehearsedSnapshot
 SnapshotKept    rank 0   RunView
 SnapshotWanted  driver   RankSupervisor
+SigtermHeard    host     RunView
 ==============  =======  =============================================================
 
 ===============  =======  ==========
@@ -76,6 +77,14 @@ class SnapshotKept(Message, tag="snapshot"):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotWanted(Message, tag="snapshot wanted"):
     """Rank 0 is to take a snapshot at the next batch: the run is about to be ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SigtermHeard(Message, tag="sigterm"):
+    """A rank or the host process has received SIGTERM, and waits for a last snapshot and ``Stop``."""
+
+    rank: int | None
+    """The rank that has received it; None: the host process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,6 +84,8 @@ class RankSpec:
     """File for the stacks of a stuck rank and of its child processes."""
     notice_fd: int | None = None
     """File with one byte, which changes when the driver wants a snapshot; None if the rank takes none."""
+    sigterm_fd: int | None = None
+    """Pipe to the host process, to which the rank writes at SIGTERM; None if the run keeps no snapshots."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int

@@ -274,6 +274,30 @@ def test_a_run_takes_free_slots_that_it_can_use(ends: list[Any], sizes: list[int
     assert launcher.free == free
 
 
+GOING = Loss(rank=1, host="there", cause="Spark decommissions executor 1 on there", is_planned=True)
+
+
+def test_an_executor_that_spark_decommissions_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
+    snapshots.make()
+    add_snapshot(snapshots, 1, place=(2, 7))
+    assert attempts(Growing(GOING, GOING), snapshots, max_failures=0) == [4, 4, 4]
+    said = "Spark decommissions executor 1 on there; the run continues from batch 8 of epoch 2, elsewhere\n"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("slots", "has_room"), [(2, True), (1, False)])
+def test_there_is_room_elsewhere_for_the_fewest_ranks_of_a_run(slots: int, has_room: bool) -> None:
+    class Asked(Shrinking):
+        def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
+            self.has_room = history.has_room()
+            return super().run(plan, call, records, history)
+
+    launcher = Asked(slots)
+    attempts(launcher, min_world_size=2, max_failures=0)
+    assert launcher.has_room == has_room
+
+
 def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None:
     snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
     snapshots.make()

@@ -77,6 +77,22 @@ def standalone(conf: Mapping[str, str] | None = None, cores: int = 1) -> Iterato
 
 
 @contextmanager
+def decommissioning() -> Iterator[Any]:
+    """A master without workers, for two executors of as many cores as their workers have: ``decommissioned_worker``."""
+    with spark_master() as url:
+        conf = {"spark.executor.memory": "512m", "spark.executor.instances": "2", "spark.decommission.enabled": "true"}
+        with session(url, conf=conf) as spark:
+            yield spark
+
+
+@contextmanager
+def decommissioned_worker(spark: Any, cores: int) -> Iterator[None]:
+    """A worker whose machine goes when it receives SIGPWR."""
+    with spark_worker(spark.sparkContext.master, cores, options="-Dspark.decommission.enabled=true"):
+        yield
+
+
+@contextmanager
 def connect() -> Iterator[Any]:
     """A client of a Spark Connect server in another process."""
     from pyspark.sql.connect.session import SparkSession
@@ -270,6 +286,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "local-cluster": local_cluster,
     "standalone": standalone,
     "dwindling": standalone,
+    "decommissioning": decommissioning,
     "encrypted": lambda: encrypted("local[2]"),
     "encrypted-cluster": lambda: encrypted("local-cluster[2,1,1024]"),
     "connect": connect,

@@ -81,7 +81,10 @@ def _remains() -> set[str]:
     return folders | files
 
 
-_STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "foreign", "foreign-encrypted", "unplugged"}
+_STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "decommissioning", "foreign"} | {
+    "foreign-encrypted",
+    "unplugged",
+}
 """Kinds of Spark that are in the soak only: a cluster takes a minute of processor time to start.
 
 ``test_special.py`` shows by default that lagom travels, and tests/exchange what hosts exchange.

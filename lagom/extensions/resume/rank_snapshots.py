@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.disk import growing_lengths
 from lagom.extensions.resume.sharded_snapshots import ShardedSnapshots
+from lagom.extensions.resume.sigterm_notice import sigterm_heard
 from lagom.extensions.resume.snapshot_files import SnapshotFiles
 from lagom.extensions.resume.snapshot_taker import Snapshots
 from lagom.on_rank.process_settings import library_settings, set_process_settings
@@ -41,6 +42,10 @@ def snapshots_on_rank(session: Session) -> Iterator[None]:
             rank_spec.notice_fd,
         )
         join_events(session, snapshots)
+        if rank_spec.sigterm_fd is not None:
+            with sigterm_heard(rank_spec.sigterm_fd):
+                yield
+            return
     yield
 
 

@@ -173,6 +173,7 @@ class ShardedSnapshots(Snapshots):
         rank = self._session.rank
         try:
             os.nice(10)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in the fork of rank 0
             let_go(writer)
             if part is None:
                 torch.set_num_threads(1)

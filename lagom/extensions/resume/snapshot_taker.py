@@ -248,6 +248,7 @@ class Snapshots:
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system sends it to all processes of a job
             let_go(writer)
             answer |= self._write(number, *pickle())
         except BaseException as error:
