@@ -10,7 +10,7 @@ import pytest
 
 from tests.sources import ROOT, trees, without_collections
 
-MOST = 9
+MOST = 7
 """Uses of private names of lagom in tests. This number only falls."""
 OF_OTHERS = {
     "_base",

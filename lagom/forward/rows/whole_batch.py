@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,10 +31,25 @@ ALWAYS = False
 """Slice every forward, whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "accelerator": 2e13}
 """Rough number of operations per second of a busy rank."""
-_LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "accelerator": 5e-5}
-"""Seconds for slicing and the smallest exchange: through shared memory, over sockets or gloo, on accelerators."""
-_BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "accelerator": 2e10}
-"""Bytes per second of an exchange."""
+
+
+class SplitCost(NamedTuple):
+    """What it costs to split a forward, as constants for each way of exchange."""
+
+    overhead_s: float
+    """Seconds of Python's work around the forward and its backward; none where an accelerator computes meanwhile."""
+    latency_s: float
+    """Seconds of the smallest exchange."""
+    bandwidth: float
+    """Bytes per second of an exchange."""
+
+
+COSTS = {
+    "memory": SplitCost(1e-3, 4e-4, 2e9),
+    "cpu": SplitCost(1e-3, 1.5e-3, 5e8),
+    "accelerator": SplitCost(0.0, 5e-5, 2e10),
+}
+"""Through shared memory, over sockets or gloo, and on accelerators."""
 _MIN_UNPACKED = 2**18
 """Tensors of at least this many bytes each are not packed for an exchange if all ranks have equally many rows.
 
@@ -87,7 +102,8 @@ def is_worth_slicing(
         num_exchanges += work.num_batchnorms + bool(work.input_bytes)
         # An average in place takes about half the time of a gather of as many bytes.
         num_bytes += work.input_bytes + 0.5 * work.parameter_bytes
-    return saved > num_exchanges * _LATENCY[way] + num_bytes / _BANDWIDTH[way]
+    cost = COSTS[way]
+    return saved > cost.overhead_s + num_exchanges * cost.latency_s + num_bytes / cost.bandwidth
 
 
 @dataclass(frozen=True)

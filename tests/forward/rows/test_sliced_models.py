@@ -83,10 +83,8 @@ def on_ranks(kind: ModuleType, world_size: int, again: bool) -> list[dict[str, A
 
 @pytest.mark.soak  # tests/programs/test_programs.py has such a run by default
 def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = ("memory", "cpu")
     # About the time of such models' work: batches of 8 pay, and tails of 5 do not.
-    monkeypatch.setattr(whole_batch, "_LATENCY", dict.fromkeys(ways, 3e-8))
-    monkeypatch.setattr(whole_batch, "_BANDWIDTH", dict.fromkeys(ways, 1e15))
+    monkeypatch.setattr(whole_batch, "COSTS", dict.fromkeys(("memory", "cpu"), whole_batch.SplitCost(0.0, 3e-8, 1e15)))
     wanted = in_one_process(calls)
     for found in run_ranks(3, lambda _: outcomes(calls), batches="whole", always_slices=False):
         assert differences(found, wanted) == [], [text for text in found.values() if isinstance(text, str)]

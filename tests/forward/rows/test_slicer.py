@@ -687,7 +687,7 @@ def test_what_shares_out_small_models_is_said_once() -> None:
 def test_through_shared_memory_less_is_enough_to_pay(collectives: Collectives, blocks: list[int]) -> None:
     def program(_: Session) -> list[int]:
         rows: list[int] = []
-        module = rows_seen(nn.Linear(2048, 16).double(), rows).requires_grad_(False)
+        module = rows_seen(nn.Linear(2048, 32).double(), rows).requires_grad_(False)
         for (x,) in DataLoader(TensorDataset(torch.randn(1536, 2048, dtype=torch.float64)), batch_size=512):
             module(x)
         return rows

@@ -19,12 +19,13 @@ WORK: dict[str, Any] = {"rows": 256, "flops": 42e6, "output_bytes": 2048}
 @pytest.mark.parametrize(
     ("more", "training", "pays"),
     [
-        ({}, True, True),
-        ({"parameter_bytes": 340_000}, True, True),  # an MLP 64-256-256-2
+        ({"flops": 84e6}, True, True),
+        ({"parameter_bytes": 340_000}, True, False),  # an MLP 64-256-256-2
+        ({"flops": 84e6, "parameter_bytes": 340_000}, True, True),
         ({"parameter_bytes": 340_000, "num_batchnorms": 2}, True, False),
         ({"flops": 42e7, "parameter_bytes": 340_000, "num_batchnorms": 2}, True, True),
         ({"input_bytes": 2e6}, True, False),
-        ({"input_bytes": 2e6, "flops": 84e6}, False, True),  # without gradients, none of the inputs is gathered
+        ({"input_bytes": 2e6, "flops": 168e6}, False, True),  # without gradients, none of the inputs is gathered
         ({"rows": 8, "flops": 2 * 14e6 * 8, "parameter_bytes": 56_000_000}, True, False),
         ({"rows": 512, "flops": 2 * 14e6 * 512, "parameter_bytes": 56_000_000}, True, True),
     ],
