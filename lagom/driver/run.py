@@ -274,7 +274,10 @@ class RunView:
             self._lost.append(LagomError(self._gone.cause))
 
     def _depart(self, loss: Loss) -> None:
-        """End the attempt with ``loss``, unless it ends already; in the channel's thread. See Note [Departures]."""
+        """End the attempt with ``loss``, unless it ends already; in the channel's thread.
+
+        See Note [Departures] in driver/departure.py.
+        """
         if not self._stopping and not self._done and not self._failures:
             self._gone, self._ends_itself = loss, True
             self._lost.append(LagomError(loss.cause))

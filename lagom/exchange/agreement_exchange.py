@@ -138,7 +138,7 @@ class AgreedExchange:
 
 
 class PackedTensors:
-    """Tensors of any floating types, packed into one piece of memory.
+    """Tensors of any floating types, packed into one piece of memory, which is allocated when it is first used.
 
     Args:
         kinds: type and shape of each tensor, in the same order on all ranks.
@@ -153,64 +153,102 @@ class PackedTensors:
             given is dtype and dtype.itemsize >= 4 for (given, _), dtype in zip(kinds, travelling, strict=True)
         )
         """Whether all tensors are sent and averaged in their own types, each of 4 bytes or more."""
-        kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
-        by_type: dict[torch.dtype, list[int]] = {}
-        for i, (dtype, _) in enumerate(kinds):
-            by_type.setdefault(dtype, []).append(i)
+        self._kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
+        self._by_type: dict[torch.dtype, list[int]] = {}
+        for i, (dtype, _) in enumerate(self._kinds):
+            self._by_type.setdefault(dtype, []).append(i)
+        self._starts: dict[int, int] = {}
+        """First byte of each tensor."""
+        start = 0
+        for part in self._by_type.values():
+            for i in part:
+                self._starts[i] = start
+                start += size_of(*self._kinds[i])
+            start = _aligned(start)
+        self._num_bytes = start
+        self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
+        """Function that exchanges and averages all tensors in one call; False: the group has none, None: not asked."""
+        self.merging = Merging(self._add_ranks, self._add_hosts)
+        """Sums the packed tensors of the ranks."""
+
+    @property
+    def mine(self) -> list[torch.Tensor]:
+        """Tensors that this rank fills with its values."""
+        return self._memory.mine
+
+    @property
+    def averages(self) -> list[torch.Tensor]:
+        """Tensors that receive the averages."""
+        return self._memory.averages
+
+    @property
+    def packed(self) -> memoryview | None:
+        """The memory of ``mine``; None without tensors."""
+        return self._memory.packed if self._kinds else None
+
+    @cached_property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Addresses of ``mine`` and of ``averages``."""
+        return [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
+
+    def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
+        """Return the function for ``averaging``; False if ``group`` has none."""
+        sections = [
+            (self._starts[i] if shape.numel() else 0, shape.numel(), dtype)
+            for i, (dtype, shape) in enumerate(self._kinds)
+        ]
+        return group.averaging(self._num_bytes, sections) or False
+
+    def average(self, merged: memoryview, num_ranks: int) -> None:
+        """Fill ``averages`` from ``merged``, the sums over ``num_ranks`` ranks that ``merging`` returned."""
+        totals = self._memory.totals
+        totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))  # on one host, ``merged`` may be this memory
+        for *_, total in self._memory.sections:
+            total.div_(num_ranks)
+
+    @cached_property
+    def _memory(self) -> _PackedMemory:
+        return _PackedMemory(self._kinds, self._by_type, self._num_bytes)
+
+    def _add_ranks(self, rows: Sequence[memoryview]) -> memoryview:
+        for start, own, _, total in self._memory.sections:
+            _add([torch.frombuffer(row[start : start + own.nbytes], dtype=own.dtype) for row in rows], total)
+        return memory(self._memory.totals)
+
+    def _add_hosts(self, rows: Sequence[memoryview]) -> memoryview:
+        for *_, start, total in self._memory.sections:
+            _add([torch.frombuffer(row[start : start + total.nbytes], dtype=total.dtype) for row in rows], total)
+        return memory(self._memory.totals)
+
+
+class _PackedMemory:
+    """The memory of ``PackedTensors``, three times their bytes."""
+
+    def __init__(
+        self, kinds: Sequence[tuple[torch.dtype, torch.Size]], by_type: dict[torch.dtype, list[int]], num_bytes: int
+    ) -> None:
         mine: dict[int, torch.Tensor] = {}
         averages: dict[int, torch.Tensor] = {}
-        self._sections: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
+        self.sections: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
         start = end = 0
-        num_bytes = sum(_aligned(sum(size_of(*kinds[i]) for i in part)) for part in by_type.values())
         packed = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         totals = torch.zeros(2 * num_bytes, dtype=torch.uint8, device="cpu")
         for dtype, part in by_type.items():
             sizes = [kinds[i][1].numel() for i in part]
-            num_bytes = sum(sizes) * dtype.itemsize
-            own = packed[start : start + num_bytes].view(dtype)
+            own = packed[start : start + sum(sizes) * dtype.itemsize].view(dtype)
             # Add halves as float32: their sum may not fit into a half, and this way it is rounded once.
             as_total = dtype if dtype.itemsize >= 4 else torch.float32
             total = totals[end : end + sum(sizes) * as_total.itemsize].view(as_total)
-            if num_bytes:
-                self._sections.append((start, own, end, total))
+            if own.nbytes:
+                self.sections.append((start, own, end, total))
             end += _aligned(total.nbytes)
             for i, a, b in zip(part, own.split(sizes), total.split(sizes), strict=True):
                 mine[i], averages[i] = a.view(kinds[i][1]), b.view(kinds[i][1])
-            start += _aligned(num_bytes)
+            start += _aligned(own.nbytes)
         self.mine = [mine[i] for i in range(len(kinds))]
-        """Tensors that this rank fills with its values."""
         self.averages = [averages[i] for i in range(len(kinds))]
-        """Tensors that receive the averages."""
-        self.packed = memory(packed) if kinds else None
-        self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
-        """Function that exchanges and averages all tensors in one call; False: the group has none, None: not asked."""
-        self.addresses = [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
-        self.merging = Merging(self._add_ranks, self._add_hosts)
-        """Sums the packed tensors of the ranks."""
-        self._memory = packed
-        self._totals = totals[:end]
-
-    def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
-        """Return the function for ``averaging``; False if ``group`` has none."""
-        origin = self._memory.data_ptr()
-        sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
-        return group.averaging(self._memory.nbytes, sections) or False
-
-    def average(self, merged: memoryview, num_ranks: int) -> None:
-        """Fill ``averages`` from ``merged``, the sums over ``num_ranks`` ranks that ``merging`` returned."""
-        self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))  # on one host, ``merged`` may be this memory
-        for *_, total in self._sections:
-            total.div_(num_ranks)
-
-    def _add_ranks(self, rows: Sequence[memoryview]) -> memoryview:
-        for start, own, _, total in self._sections:
-            _add([torch.frombuffer(row[start : start + own.nbytes], dtype=own.dtype) for row in rows], total)
-        return memory(self._totals)
-
-    def _add_hosts(self, rows: Sequence[memoryview]) -> memoryview:
-        for *_, start, total in self._sections:
-            _add([torch.frombuffer(row[start : start + total.nbytes], dtype=total.dtype) for row in rows], total)
-        return memory(self._totals)
+        self.packed = memory(packed)
+        self.totals = totals[:end]
 
 
 def size_of(dtype: torch.dtype, shape: torch.Size) -> int:

@@ -296,9 +296,9 @@ def test_a_host_allows_the_files_of_its_ranks_or_says_how_many_it_needs() -> Non
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         assert pool.submit(_limits, 512, min(4096, hard), 2).result() == "512"
-        assert pool.submit(_limits, 512, min(4096, hard), 248).result() == "1936"
+        assert pool.submit(_limits, 512, min(4096, hard), 248).result() == "2184"
         assert (
-            "take 1936 open files in one process, and it may open 1900" in pool.submit(_limits, 512, 1900, 248).result()
+            "take 2184 open files in one process, and it may open 1900" in pool.submit(_limits, 512, 1900, 248).result()
         )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 

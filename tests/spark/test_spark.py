@@ -159,11 +159,13 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
         map_tasks=lambda *about: never.wait(),
         thread_class=lambda: threading.Thread,
         cancel=cancelled.append,
+        hears_decommissions=False,
     )
     failure = {"rank": 1, "ok": False}
     run = SimpleNamespace(
         watch=lambda: None,
         finish=lambda: None,
+        announce=lambda loss: None,
         lost=lambda: None,
         failures=lambda: [failure],
         stopped=True,
