@@ -59,7 +59,9 @@ def test_a_program_that_names_no_device_trains_on_it_in_this_process() -> None:
     torch.testing.assert_close(result["weights"], plain["weights"], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16", True])
+@pytest.mark.parametrize(
+    "asked", ["bf16", pytest.param("fp16", marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.soak)]
+)
 @with_device(1)
 def test_mixed_precision_is_autocast_and_a_scaler_by_hand(asked: Any) -> None:
     dtype = torch.float16 if asked == "fp16" else torch.bfloat16
@@ -108,7 +110,7 @@ def test_a_program_that_runs_out_of_memory_fits_in_parts() -> None:
     test_micro_batches.check_parts_fit(10 * MB, kind="lagomtest", rows=1024, width=256)
 
 
-@pytest.mark.parametrize("asked", ["bf16", False])
+@pytest.mark.parametrize("asked", ["bf16", pytest.param(False, marks=pytest.mark.soak)])
 @with_device(1)
 def test_so_many_parts_give_the_gradients_of_one(asked: Any) -> None:
     test_micro_batches.check_parts_give_gradients_of_one(asked, kind="lagomtest", rows=1024, width=256)
@@ -147,7 +149,7 @@ def test_a_program_that_names_no_device_runs_as_it_is(world_size: int, tmp_path:
     test_mixed_devices.check_as_on_the_cpu(result, tmp_path)
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [*(pytest.param(level, marks=pytest.mark.soak) for level in range(3)), 3])
 @with_driver(4)
 def test_a_rank_holds_its_share_within_a_tenth(zero_lvl: Any) -> None:
     hparams = {"kind": "lagomtest", "width": 512}
