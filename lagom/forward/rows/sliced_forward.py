@@ -19,7 +19,7 @@ from lagom.forward.rows.row_functions import gather_blocks, slice_rows
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch, sample_bytes
 from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError, row_block
 from lagom.forward.rows.whole_reasons import WholeReason
-from lagom.inspection.reads import is_tensor
+from lagom.inspection.reads import is_plain, is_tensor
 from lagom.inspection.structures import unflatten
 from lagom.patching.dynamo import num_compilations
 from lagom.run_state.loader_pass import BatchShare
@@ -246,7 +246,9 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
 
 def _signed(candidate: SplitCandidate) -> bytes:
     """Return bytes of the arguments, which must be equal on all ranks."""
-    return b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+    rows = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+    values = [leaf for leaf in candidate.leaves if is_plain(leaf)]
+    return rows + repr(values).encode() if values else rows
 
 
 def _shapes(candidate: SplitCandidate) -> object:

@@ -235,7 +235,8 @@ class Gatherer:
         sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
         sent = memoryview(bytearray(sizes[block.rank]))
         for room, tensor in zip(_views_of_bytes(sent, mine), mine, strict=True):
-            room.copy_(tensor)
+            if room is not tensor:  # a write to the program's own tensor would count as a change, even of no element
+                room.copy_(tensor)
         rows = self._frame.gather(sent if len(sent) else None, mark)
         if rows is None:
             return False
@@ -283,7 +284,7 @@ def _tensor_views(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _views_of_bytes(buffer: memoryview, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors in ``buffer`` like each of ``tensors``; of a tensor without elements, itself."""
+    """Yield tensors in ``buffer`` like each of ``tensors``; for a tensor without elements, itself."""
     offset = 0
     for tensor in tensors:
         count = tensor.numel()

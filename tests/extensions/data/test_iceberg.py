@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog.noop import NoopCatalog
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import StaticTable
 from pyiceberg.utils.concurrent import ExecutorFactory
 
@@ -83,16 +84,43 @@ def test_a_table_without_a_catalog_is_read_by_its_folder_and_another_is_refused(
     folder = Path(history.table.location().removeprefix("file://"))
     with pytest.raises(DataError, match=r"a catalog, which knows the current metadata file: name this file"):
         ParquetDataset(folder)
-    before = sorted(history.rows())
-    shutil.copy(history.folder, folder / "metadata" / "v4.metadata.json")
-    (folder / "metadata" / "version-hint.text").write_text("4")
-    assert ids(folder) == before
+    with pytest.raises(DataError, match="is a part of the Iceberg table"):
+        ParquetDataset(folder / "data")
+    hint = folder / "metadata" / "version-hint.text"
+    hint.write_text("4")
+    with pytest.raises(DataError, match="and metadata of a catalog"):
+        ParquetDataset(folder)
+    older, before = history.folder.read_bytes(), sorted(history.rows())
     history.run(0)
-    shutil.copy(history.folder, folder / "metadata" / "v5.metadata.json")  # before the hint, as writers do
+    newer = history.folder.read_bytes()
+    for path in history.folder.parent.glob("*.metadata.json"):
+        path.unlink()
+    (folder / "metadata" / "v4.metadata.json").write_bytes(older)
+    assert ids(folder) == before
+    (folder / "metadata" / "v5.metadata.json").write_bytes(newer)  # before the hint, as writers do
     assert ids(folder) == sorted(history.rows()) != before
-    (folder / "metadata" / "version-hint.text").write_text("7")
+    hint.write_text("7")
     with pytest.raises(DataError, match=r"Iceberg table .* cannot read: .*v7.metadata.json"):
         ParquetDataset(folder)
+
+
+def test_maps_of_structs_are_renamed(tmp_path: Path) -> None:
+    catalog = SqlCatalog("test", uri="sqlite:///:memory:", warehouse=tmp_path.as_uri())
+    catalog.create_namespace("n")
+    kind = pa.map_(pa.string(), pa.struct([("a", pa.int64())]))
+    table = catalog.create_table("n.m", pa.schema([("id", pa.int64()), ("m", kind)]))
+    rows = [{"id": 1, "m": [("k", {"a": 5}), ("l", {"a": 6})]}, {"id": 2, "m": None}, {"id": 3, "m": []}]
+    table.append(pa.Table.from_pylist(rows, schema=pa.schema([("id", pa.int64()), ("m", kind)])))
+    with table.update_schema() as update:
+        update.rename_column(("m", "value", "a"), "b")
+    dataset = ParquetDataset(table.metadata_location, columns=["id"])
+    assert ids(table.metadata_location) == [1, 2, 3]
+    mapped = dataset.table.mapped
+    assert mapped is not None
+    stored = pq.read_table(next(iter(table.scan().plan_files())).file.file_path.removeprefix("file://"))
+    found = mapped.renamed("m", stored["m"].combine_chunks())
+    assert found.to_pylist() == table.scan().to_arrow()["m"].to_pylist()
+    assert found.to_pylist()[0] == [("k", {"b": 5}), ("l", {"b": 6})]
 
 
 def test_what_would_be_read_wrongly_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -932,3 +932,46 @@ def test_hooks_on_saved_tensors_are_seen_where_torch_does_not_tell_of_them(monke
             raise ZeroDivisionError
         assert session.forwards.shares_forwards
     assert (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__) == functions
+
+
+def test_an_output_without_elements_may_be_a_view_of_what_the_backward_needs() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6).double()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.linear(x)
+            return hidden.pow(2), hidden[:, :0]
+
+    def program(_: Session | None = None) -> torch.Tensor:
+        torch.manual_seed(2)
+        module, x = Part(), torch.randn(8, 4, dtype=torch.float64)
+        for _step in range(2):
+            module.zero_grad()
+            squares, nothing = module(x)
+            (squares.mean() + nothing.sum()).backward()
+        grad = module.linear.weight.grad
+        assert isinstance(grad, Tensor)
+        return grad
+
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        assert torch.allclose(found, program())
+
+
+def test_plain_values_that_differ_between_ranks_are_an_error() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return F.linear(x, self.linear.weight, self.linear.bias) * factor
+
+    def program(session: Session) -> None:
+        module = Scaled()
+        for step in range(3):
+            module(torch.randn(8, 4), 1.0 + session.rank * (step == 2)).sum().backward()
+
+    with pytest.raises(RankFailedError, match="not the same on all ranks"):
+        run_ranks(2, program, batches="whole", always_slices=True)

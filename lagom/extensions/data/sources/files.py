@@ -214,15 +214,18 @@ def _hidden(name: str) -> bool:
 
 
 def _refuse_parts(home: Any, path: str, source: str) -> None:
-    """Raise a DataError if ``path`` is a partition's folder inside a Delta table."""
+    """Raise a DataError if ``path`` is a partition's folder inside a Delta table, or the data of an Iceberg table."""
     from pyarrow import fs
 
-    while "=" in posixpath.basename(path):
+    while "=" in (name := posixpath.basename(path)) or name == "data":
         path = posixpath.dirname(path)
-        if home.get_file_info(f"{path}/{delta.LOG}").type == fs.FileType.Directory:
+        metadata = home.get_file_info(fs.FileSelector(f"{path}/metadata", allow_not_found=True))
+        has_log = home.get_file_info(f"{path}/{delta.LOG}").type == fs.FileType.Directory
+        if has_log or any(one.path.endswith(iceberg.METADATA) for one in metadata):
+            kind, what = ("Delta", "log") if has_log else ("Iceberg", "metadata")
             raise DataError(
-                f"{source} is a part of the Delta table {path}, whose log tells which of its files are current; name "
-                "the table, and the part by filters="
+                f"{source} is a part of the {kind} table {path}, whose {what} tells which of its files are current; "
+                "name the table, and the part by filters="
             )
 
 

@@ -6,6 +6,7 @@ The format is https://iceberg.apache.org/spec/.
 from __future__ import annotations
 
 import posixpath
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lagom.extensions.data.sources.table_snapshot import Files
 
 METADATA = ".metadata.json"
+_OF_CATALOG = re.compile(r"\d+-.*\.metadata\.json")
+"""Names of metadata files that a catalog has had written; without a catalog they are v1, v2, ..."""
 _REMEDY = "pass Spark's DataFrame of the table in its place: train_set=spark.read.table(...)"
 
 
@@ -74,10 +77,14 @@ def _hinted(home: Any, folder: str) -> str | None:
             return None
         with home.open_input_stream(hint) as source:
             text = source.read().decode().strip()
+        infos = home.get_file_info(fs.FileSelector(f"{folder}/metadata"))
     except OSError as error:
         raise DataError(f"{folder} cannot be reached: {error}") from error
     if not text.isdecimal():
         return _in(folder, text.removesuffix(METADATA))
+    if others := [info.base_name for info in infos if _OF_CATALOG.fullmatch(info.base_name)]:
+        told = f"has {hint}, and metadata of a catalog ({max(others)}); name the current metadata file"
+        raise _error(folder, told)
     version, found = int(text), None
     # A writer makes the metadata file first, so the hint may be of the version before, as Iceberg's readers know.
     while is_file(path := _in(folder, f"v{version}")) or is_file(path := _in(folder, f"v{version}.gz")):

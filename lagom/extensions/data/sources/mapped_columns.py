@@ -76,16 +76,19 @@ class MappedColumns:
             return array
         if kind["type"] == "struct":
             return self._struct(array, kind, wanted)
+        missing = array.is_null() if array.null_count else None
+        if pa.types.is_map(array.type):  # Arrow tells no lengths of maps
+            pair = pa.struct([("key", array.type.key_type), ("value", array.type.item_type)])
+            array = array.cast(pa.list_(pair))
         lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-        valid = array.is_null() if array.null_count else None
         items = array.flatten()
         if kind["type"] == "array":
             items = self._renamed(items, kind["elementType"], wanted.value_type)
-            return pa.ListArray.from_arrays(starts, items, mask=valid)
+            return pa.ListArray.from_arrays(starts, items, mask=missing)
         keys = self._renamed(items.field(0), kind["keyType"], wanted.key_type)
         items = self._renamed(items.field(1), kind["valueType"], wanted.item_type)
-        return pa.MapArray.from_arrays(starts, keys, items, mask=valid)
+        return pa.MapArray.from_arrays(starts, keys, items, mask=missing)
 
     def _struct(self, array: Any, kind: Any, wanted: Any) -> Any:
         import pyarrow as pa
