@@ -169,7 +169,7 @@ def _may_serve_others() -> bool:
 
 
 class _Listing(NamedTuple):
-    """What torch tells in a process of its own."""
+    """Kind and devices that torch names in a process of its own."""
 
     kind: str | None
     devices: tuple[OtherDevice, ...]

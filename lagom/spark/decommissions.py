@@ -48,7 +48,7 @@ def decommissions_announced(
 
 
 class _Watch:
-    """Where Spark runs the tasks of a job, and which of these executors it decommissions."""
+    """Executors that run the tasks of a job, and those of them that Spark decommissions."""
 
     def __init__(self, facts: SparkFacts, group: str, plan: Plan) -> None:
         self._facts, self._group, self._plan = facts, group, plan

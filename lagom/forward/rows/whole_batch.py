@@ -34,7 +34,7 @@ _SPEED = {"cpu": 5e10, "accelerator": 2e13}
 
 
 class SplitCost(NamedTuple):
-    """What it costs to split a forward, as constants for each way of exchange."""
+    """Constants of the cost of splitting a forward, for one way of exchange."""
 
     overhead_s: float
     """Seconds of Python's work around the forward and its backward; none where an accelerator computes meanwhile."""
