@@ -222,13 +222,18 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
     These contain no other containers, and ``tree_flatten``, which knows all containers, takes ten times as long.
     """
-    found: list[Tensor] = []
+    return [leaf for leaf in leaves_in(values) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves_in(values: Iterable[Any]) -> list[Any]:
+    """Return tensors, numbers and other values among arguments or results of an operation; see ``tensors_in``."""
+    leaves: list[Any] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple, dict)):
-            found += tensors_in(value.values() if isinstance(value, dict) else value)
-    return found
+        if isinstance(value, (list, tuple, dict)):
+            leaves += leaves_in(value.values() if isinstance(value, dict) else value)
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def written_tensors(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

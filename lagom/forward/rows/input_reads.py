@@ -412,12 +412,14 @@ class InputReadsRecorder:
     def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:
         if tensor.layout != torch.strided or tensor.is_nested:  # a nested tensor has no sizes
             return None
-        place = self._places.get(_place_key(tensor))
-        is_outer = storage_of(tensor)._cdata not in self._kept.keys() | self._made.keys()
-        if place is None and is_outer and tensor.dim() == 0 and tensor.is_cpu and not tensor.requires_grad:
+        memory = storage_of(tensor)._cdata
+        if memory in self._kept:
+            return self._places.get(_place_key(tensor))
+        is_outer = memory not in self._made
+        if is_outer and tensor.dim() == 0 and tensor.is_cpu and not tensor.requires_grad:
             with disabled_modes():
                 return Constant(tensor.item(), tensor.dtype)
-        return place
+        return None
 
     def _add(self, tensor: Any, place: Given | Result) -> None:
         is_dense = is_tensor(tensor) and tensor.layout == torch.strided and not tensor.is_nested
@@ -428,14 +430,13 @@ class InputReadsRecorder:
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """Forget what is known of the memory of ``tensors``."""
-        memory = {
-            (storage := storage_of(tensor))._cdata: StorageWeakRef(storage)
-            for tensor in tensors
-            if tensor.layout == torch.strided
-        }
-        self._made |= memory
-        gone = memory.keys()
-        if gone & self._kept.keys():
+        gone = set()
+        for tensor in tensors:
+            if tensor.layout == torch.strided:
+                storage = storage_of(tensor)
+                self._made[storage._cdata] = StorageWeakRef(storage)
+                gone.add(storage._cdata)
+        if not gone.isdisjoint(self._kept):
             self._places = {key: place for key, place in self._places.items() if key[0] not in gone}
 
 

@@ -12,7 +12,6 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
-from torch.utils._pytree import tree_flatten
 
 from lagom.accelerators import is_accelerator
 from lagom.forward.rows.draws import (
@@ -22,6 +21,7 @@ from lagom.forward.rows.draws import (
     draw_block,
     draw_shape,
     draws_random_numbers,
+    leaves_in,
     read_numbers,
     reads_numbers,
     tensors_in,
@@ -237,14 +237,24 @@ class Recorder(OperationMode):
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and record it."""
+        # The profile function of ``_refused_node_hooks`` looks at the program's calls, and not at those below.
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return self._recorded(function, args, kwargs)
+        finally:
+            sys.setprofile(profile)
+
+    def _recorded(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not TAGS.isdisjoint(function.tags):
             self._seen.append(function)
         tensors = tensors_in((*args, *kwargs.values()))
-        follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
+        memory = list(map(_storage_key, tensors))
+        follows = any(key in self._of_input for key in memory)
         reads = reads_numbers(function, args)
         if follows and reads:
             return self.read(function, args, kwargs)
-        of_losses = any(_storage_key(tensor) in self._of_losses for tensor in tensors)
+        of_losses = any(key in self._of_losses for key in memory) if self._of_losses else False
         if of_losses and reads:
             raise NotByRowsError(WholeReason.READS_LOSS)
         if of_losses or (follows and function._schema.name in _SCALING):
@@ -288,17 +298,21 @@ class Recorder(OperationMode):
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_losses: bool
     ) -> None:
         """Note the numbers among the arguments of an operation; of one on rows no tensors with dimensions."""
-        known = self._of_input.keys() | self._of_losses.keys()
         numbers = []
-        for leaf in tree_flatten((args, kwargs))[0]:
+        for leaf in leaves_in((*args, *kwargs.values())):
             if not isinstance(leaf, torch.Tensor):
                 numbers.append(repr(leaf))
-            elif leaf.layout == torch.strided and _storage_key(leaf) not in known and (of_losses or not leaf.dim()):
+            elif self._is_other(leaf) and (of_losses or not leaf.dim()):
                 with disabled_modes():
                     numbers.append(
                         repr(leaf.tolist() if leaf.numel() <= _MAX_NOTED and not leaf.is_meta else leaf.shape)
                     )
         self.numbers.add(f"{function}({', '.join(numbers)})")
+
+    def _is_other(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is computed neither from the input nor from losses."""
+        key = _storage_key(tensor)
+        return tensor.layout == torch.strided and key not in self._of_input and key not in self._of_losses
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that draws, and record its kind and shape."""
@@ -384,8 +398,8 @@ class Recorder(OperationMode):
 
     def _record_result(self, tensor: Tensor, known: dict[int, StorageWeakRef]) -> None:
         # The reference keeps the address from being reused, without keeping the elements.
-        if tensor.layout == torch.strided:
-            known.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
+        if tensor.layout == torch.strided and _storage_key(tensor) not in known:
+            known[_storage_key(tensor)] = StorageWeakRef(storage_of(tensor))
 
 
 def _refuse_hook(*_: Any) -> Any:

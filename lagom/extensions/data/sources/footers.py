@@ -184,7 +184,8 @@ def common_field(
     Args:
         partitions: names of the partition columns.
         told: types of partition columns, if known.
-        declared: types of the columns in the log of a Delta table; older files may lack a column. Else empty.
+        declared: types of the columns in the log of a Delta table; older files may lack a column. Else empty. Where
+            the type of a file does not fit, the common type of the files is taken, which holds their values exactly.
 
     Raises:
         DataError: if no type holds the values of all files without loss, or a file lacks a column that is not declared.
