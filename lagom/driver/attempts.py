@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 
 from lagom.driver.failure import message_of, raise_failure
 from lagom.driver.protocol import Launcher, Outcome
@@ -45,7 +46,8 @@ def run_attempts(
     attempts = _Attempts(launcher, plan, call, records, snapshots)
     history = attempts.history
     try:
-        with softly_terminated(lambda: history.leave()):
+        # An inline run is a part of this process, which SIGTERM ends as without lagom.
+        with softly_terminated(lambda: history.leave()) if plan.launcher != "inline" else nullcontext():
             outcomes = attempts.run()
         if timings is not None:
             timings.end_at("lost", history.attempt_began_at if history.has_begun_again else None)

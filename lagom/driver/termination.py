@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import signal
@@ -27,31 +28,53 @@ def softly_terminated(leave: Callable[[], bool]) -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put into it at any moment
-    is_told = False
-
-    def wait() -> None:
-        if told.get() and not leave():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def handle(*_: Any) -> None:
-        nonlocal is_told
-        if is_told:
-            raise Terminated
-        is_told = True
-        told.put(True)
-
-    thread = threading.Thread(target=wait, name="lagom-leave", daemon=True)
+    _forks_end_at_sigterm()
+    handler = _Handler(leave)
+    thread = threading.Thread(target=handler.wait, name="lagom-leave", daemon=True)
     thread.start()
-    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        told.put(False)
-        thread.join()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if is_told:
+        try:
+            handler.told.put(False)
+            thread.join()
+        finally:
+            if signal.getsignal(signal.SIGTERM) is handler:  # else the program has set one meanwhile
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if handler.is_told:
         raise Terminated
+
+
+class _Handler:
+    """Handler of SIGTERM: has another thread end the ranks, and raises ``Terminated`` at a second signal."""
+
+    def __init__(self, leave: Callable[[], bool]) -> None:
+        self._leave = leave
+        self.told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put into it at any moment
+        self.is_told = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.is_told:
+            raise Terminated
+        self.is_told = True
+        self.told.put(True)
+
+    def wait(self) -> None:
+        """End the ranks when a signal has come; return then, or when the run has ended."""
+        if self.told.get() and not self._leave():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@functools.cache
+def _forks_end_at_sigterm() -> None:
+    """Let SIGTERM end the forks of this process, such as those of a pool, as without lagom."""
+
+    def restore() -> None:
+        if isinstance(signal.getsignal(signal.SIGTERM), _Handler):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
 
 
 # Note [Termination]
