@@ -191,7 +191,8 @@ class RunView:
         Return True when the ranks are told to end. For any thread.
         """
         self._departure.leave(has_ranks=self.begun)
-        self.stop()
+        if not self._has_returned():
+            self.stop()
         return True
 
     def announce(self, loss: Loss) -> None:
@@ -209,7 +210,7 @@ class RunView:
 
         Raises:
             KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.
-            Terminated: after ``leave``.
+            Terminated: after ``leave``, unless all ranks have returned.
             LagomError: if the user ends the run from the debugger.
         """
         over = False
@@ -227,8 +228,13 @@ class RunView:
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
         self._show_rest()
-        if self._departure.is_terminated:
+        if self._departure.is_terminated and not self._has_returned():
             raise Terminated
+
+    def _has_returned(self) -> bool:
+        """Return whether all ranks have returned."""
+        reports = self.reports.values()
+        return len(reports) == self.plan.world_size and all(report.ok for report in reports)
 
     def _patience(self, over: bool) -> float:
         if over:
