@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -15,6 +16,9 @@ from typing import Any
 from lagom.errors import Terminated
 from lagom.plan import Plan
 from lagom.wire.rendezvous import REPEATED_S
+
+_AGAIN_S = 0.05
+"""Seconds after which the main thread is told again to end the run."""
 
 
 @contextmanager
@@ -58,7 +62,7 @@ class Termination:
         self.is_told = False
         """Whether SIGTERM has come. The handler sets this in the main thread."""
         self._told_at = 0.0
-        self._has_ranks = True
+        self._has_ranks, self._has_raised = True, False
 
     def __call__(self, *_: Any) -> None:
         now = time.monotonic()
@@ -66,14 +70,21 @@ class Termination:
             self.is_told, self._told_at = True, now
             self.told.put(True)
         elif not self._has_ranks or now - self._told_at > REPEATED_S:
+            self._has_raised = True
             raise Terminated
 
     def wait(self) -> None:
         """End the ranks when a signal has come; return then, or when the run has ended."""
         if self.told.get():
             self._has_ranks = self.leave()
-            if not self._has_ranks:
-                os.kill(os.getpid(), signal.SIGTERM)  # raises Terminated in the main thread
+            main = threading.main_thread().ident
+            assert main is not None
+            # A signal that comes just before a system call does not interrupt it, so one signal may not be enough.
+            while not self._has_ranks and not self._has_raised:
+                signal.pthread_kill(main, signal.SIGTERM)
+                with contextlib.suppress(queue.Empty):
+                    self.told.get(timeout=_AGAIN_S)
+                    return
 
 
 @functools.cache
