@@ -9,10 +9,7 @@ from functools import partial
 from lagom.restart.history import RunHistory
 from lagom.restart.losses import Loss
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SnapshotKept, SnapshotWanted
-
-LEAVE_SNAPSHOT_S = 7.0
-"""Longest wait for the last snapshot after SIGTERM; Docker kills its processes after 10 s, others after 30."""
+from lagom.wire.snapshot_messages import LEAVE_SNAPSHOT_S, SnapshotKept, SnapshotWanted
 
 
 class Departure:
@@ -130,6 +127,7 @@ class Departure:
 # lets running tasks go on until somebody ends the machine, at a time that Spark does not know. So the attempt is not
 # ended before there is a snapshot, and other executors have room for the fewest ranks that the run may have. Until then
 # the run goes on, and loses nothing that it would have kept without the notice. Slots of decommissioned executors are
-# no slots for Spark, so the next attempt is not there. SIGTERM to a rank or host process meanwhile replaces this notice.
+# no slots for Spark, so the next attempt is not there. SIGTERM to a rank or host process meanwhile replaces this
+# notice.
 #
 # Free slots for more ranks than the run has: Note [More ranks again] in driver/attempts.py.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from lagom.driver.departure import LEAVE_SNAPSHOT_S, Departure
+from lagom.driver.departure import Departure
 from lagom.driver.rank_events import RankEvents
 from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
@@ -46,7 +46,7 @@ from lagom.wire.messages import (
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SigtermHeard, SnapshotArrived, SnapshotKept
+from lagom.wire.snapshot_messages import LEAVE_SNAPSHOT_S, SigtermHeard, SnapshotArrived, SnapshotKept
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the

@@ -102,10 +102,10 @@ def _forks_end_at_sigterm() -> None:
 #
 # Kubernetes, Docker, systemd and batch systems end a process by SIGTERM, and kill it some seconds later: Docker after
 # 10, Kubernetes and Slurm after 30. In the driver's process the signal has rank 0 take a snapshot at the next batch
-# (``RunView.leave``). When the snapshot is in its place, or after ``LEAVE_SNAPSHOT_S`` in driver/departure.py, the
-# ranks are stopped, and ``Terminated`` is raised. Rank 0 learns that a snapshot is wanted from a byte of memory that it
-# shares with its host process: the program may have its own use for signals, and the rank reads its connection only for
-# answers.
+# (``RunView.leave``). When the snapshot is in its place, or after ``LEAVE_SNAPSHOT_S`` in wire/snapshot_messages.py,
+# the ranks are stopped, and ``Terminated`` is raised. Rank 0 learns that a snapshot is wanted from a byte of memory
+# that it shares with its host process: the program may have its own use for signals, and the rank reads its connection
+# only for answers.
 #
 # One notice can come as two signals: ``timeout`` of coreutils sends SIGTERM to its child, and then to the child's
 # group. So a signal that follows another within ``REPEATED_S`` is the same notice; a later one ends the process at
