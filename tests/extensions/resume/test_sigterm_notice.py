@@ -37,6 +37,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str
     return output.splitlines()[-1], list(termination.lines(folder))
 
 
+RESTORING = termination.PROGRAM.replace(
+    "torch.manual_seed(3)",
+    """torch.manual_seed(3)
+import signal
+signal.signal(signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: None))""",
+)
+"""The program, which has a handler of its own for a moment."""
 DRAW = random.Random(7)
 MOMENTS = DRAW.sample(range(1, termination.NUM_BATCHES - 20), 40)  # a busy machine must not end the run before
 
@@ -64,7 +71,8 @@ def test_a_run_continues_from_the_next_batch_when_a_process_receives_sigterm(
     undisturbed: tuple[str, list[str]], tmp_path: Path, moment: int, victim: str
 ) -> None:
     folder = tmp_path / "run"
-    process = termination.start(folder, "--snapshot-every", "1000")
+    program = RESTORING if victim == "rank 0" else termination.PROGRAM
+    process = termination.start(folder, "--snapshot-every", "1000", program=program)
     noted = termination.wait_for(moment, folder, process)
     rank = rank_of(folder, 0 if victim == "rank 0" else 1)
     os.kill(pid := parent(rank) if victim == "the process" else rank, signal.SIGTERM)
