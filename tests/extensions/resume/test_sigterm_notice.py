@@ -115,6 +115,35 @@ def test_a_run_all_of_whose_processes_receive_sigterm_ends_and_continues_from_th
     assert (output.splitlines()[-1], list(termination.lines(folder))) == undisturbed
 
 
+WRITING_SLOWLY = termination.PROGRAM.replace(
+    "torch.manual_seed(3)",
+    """torch.manual_seed(3)
+class Slow:
+    def __getstate__(self):
+        open(f"{folder}/writing", "w").close()
+        time.sleep(1)
+        return {"is_slow": True}
+slow = Slow()""",
+)
+
+
+def test_a_snapshot_that_is_being_written_is_finished_when_all_processes_receive_sigterm(
+    undisturbed: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = termination.start(folder, "--snapshot-every", "0.1", program=WRITING_SLOWLY)
+    losses.wait_for((folder / "writing").exists)
+    for pid in [*below(process.pid), process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "the process that wrote it was killed" not in errors
+    (run,) = (folder / "runs").iterdir()
+    assert f"lagom resume {run} continues from batch " in errors
+    output, errors = termination.lagom("resume", str(run)).communicate(timeout=PATIENCE_S)
+    assert (output.splitlines()[-1], list(termination.lines(folder))) == undisturbed, errors
+
+
 def run(function: Any, folder: Path, **settings: Any) -> Any:
     config: dict[str, Any] = {"launcher": "local", "world_size": 1, "snapshot_every_s": 1000, **settings}
     hparams = {"folder": str(folder)}
