@@ -13,6 +13,7 @@ from lagom.config.torch_distributed import Launcher
 from lagom.config.trials import TrialsConfig
 from lagom.driver.driver_run import DriverRun
 from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
+from lagom.driver.termination import softly_terminated
 from lagom.errors import LagomError
 from lagom.extensions.registry import EXTENSIONS, replaced_arguments
 from lagom.launch import choose
@@ -96,7 +97,10 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     source = source_of(train)
     run = DriverRun(launcher=launcher, plan=the_plan, call=call, timings=timings, source=source)
     run.check()
-    with run_records(config, the_plan, launcher.where(), source, began=timings.began) as records:
+    with (
+        softly_terminated(the_plan) as run.termination,
+        run_records(config, the_plan, launcher.where(), source, began=timings.began) as records,
+    ):
         try:
             return run.run(records)
         except (Exception, KeyboardInterrupt) as error:

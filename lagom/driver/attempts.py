@@ -10,7 +10,7 @@ import sys
 
 from lagom.driver.failure import message_of, raise_failure
 from lagom.driver.protocol import Launcher, Outcome
-from lagom.driver.termination import softly_terminated
+from lagom.driver.termination import Termination
 from lagom.errors import LagomError, SnapshotError, Terminated
 from lagom.plan import Plan
 from lagom.program.signature import Call
@@ -32,21 +32,25 @@ def run_attempts(
     records: RunRecords | None = None,
     snapshots: SnapshotFolder | None = None,
     timings: Timings | None = None,
+    termination: Termination | None = None,
 ) -> tuple[list[Outcome], list[Failure]]:
     """Run ``call`` under ``plan``, again after up to ``max_failures`` losses; return the last outcomes and all losses.
 
     Args:
         snapshots: folder of the run's snapshots; the first attempt continues from the newest, if there is one.
         timings: counts the time of lost attempts, and the last attempt's time until its ranks began.
+        termination: tells of SIGTERM, which ends the run after a last snapshot.
 
     Raises:
+        Terminated: after SIGTERM, unless the run had returned before.
         Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only if attempts or slots do not suffice.
     """
-    attempts = _Attempts(launcher, plan, call, records, snapshots)
+    termination = termination or Termination()
+    attempts = _Attempts(launcher, plan, call, records, snapshots, termination)
     history = attempts.history
+    termination.leave = lambda: history.leave()
     try:
-        with softly_terminated(lambda: history.leave()):
-            outcomes = attempts.run()
+        outcomes = attempts.run()
         if timings is not None:
             timings.end_at("lost", history.attempt_began_at if history.has_begun_again else None)
             timings.end_at("slots", history.ranks_began_at)
@@ -55,6 +59,7 @@ def run_attempts(
         attempts.say_how_to_go_on(is_terminated=isinstance(error, Terminated))
         raise
     finally:
+        termination.leave = lambda: True  # what is left to do is to record the end
         remove_siblings(history.files)
 
 
@@ -65,8 +70,15 @@ class _Attempts:
     """
 
     def __init__(
-        self, launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, snapshots: SnapshotFolder | None
+        self,
+        launcher: Launcher,
+        plan: Plan,
+        call: Call,
+        records: RunRecords | None,
+        snapshots: SnapshotFolder | None,
+        termination: Termination,
     ) -> None:
+        self._termination = termination
         self._launcher, self._plan, self._call, self._records = launcher, plan, call, records
         changed = records.lost if records is not None else lambda _: None
         self.history = RunHistory(plan.config.max_failures, changed, snapshots, self._say)
@@ -95,10 +107,14 @@ class _Attempts:
                 history.give_up_snapshots()
             elif history.loss is None or (self._plan.config.max_failures == 0 and history.loss.counts):
                 raise found
+            elif self._termination.is_told:
+                raise Terminated from found  # the signal came while the attempt was ending
             elif history.loss.free_slots:
                 self._go_on_larger(history.loss.free_slots)
             else:
                 self._begin_again(history.loss, found)
+        if self._termination.is_told:
+            self._say("ended by SIGTERM, after it had returned")
         return found
 
     def _run_once(self) -> list[Outcome] | Exception:
@@ -108,6 +124,8 @@ class _Attempts:
             Exception: the program's own error; it is returned if the attempt before had fewer ranks.
         """
         history = self.history
+        if self._termination.is_told:
+            raise Terminated
         history.attempt_began()
         try:
             outcomes = self._launcher.run(self._now, self._call, self._records, history)
@@ -172,7 +190,8 @@ class _Attempts:
             place = newest.place if self._url is None else "the last snapshot that was copied there"
             self._say(f"{how}; lagom resume {self._url or folder.run_dir} continues from {place}")
         elif is_terminated:
-            self._say(f"{how}; it has kept no snapshot (snapshot_every_s), so another call starts from the beginning")
+            why = " (snapshot_every_s)" if folder is None else ""
+            self._say(f"{how}; it has kept no snapshot{why}, so another call starts from the beginning")
 
     @property
     def _url(self) -> str | None:

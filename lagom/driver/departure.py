@@ -9,10 +9,7 @@ from functools import partial
 from lagom.restart.history import RunHistory
 from lagom.restart.losses import Loss
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SnapshotKept, SnapshotWanted
-
-LEAVE_SNAPSHOT_S = 7.0
-"""Longest wait for the last snapshot after SIGTERM; Docker kills its processes after 10 s, others after 30."""
+from lagom.wire.snapshot_messages import LEAVE_SNAPSHOT_S, SnapshotKept, SnapshotWanted
 
 
 class Departure:
@@ -31,6 +28,8 @@ class Departure:
         """Whether the driver itself has received SIGTERM, which ends the run."""
         self._notice: Loss | None = None
         """The loss that has been announced, if any."""
+        self._has_to_end = False
+        """Whether the attempt ends also without room elsewhere, as processes of it have received SIGTERM."""
         self._awaits_room = False
         self._is_kept = threading.Event()
         """Set when ``leave`` need not wait any longer for a snapshot."""
@@ -55,9 +54,11 @@ class Departure:
 
         Args:
             within_s: seconds after which the attempt ends also without a snapshot, since processes have to end; None if
-                the attempt may go on as long as there is none, or no room elsewhere.
+                the attempt may go on as long as there is none, or no room elsewhere. Only such a notice may follow
+                another one, and replaces it.
         """
-        if self.is_terminated or self._notice is not None:
+        has_to_end = within_s is not None
+        if self.is_terminated or (self._notice is not None and self._has_to_end >= has_to_end):
             return
         if self._history.folder is None:
             if within_s is not None:
@@ -68,7 +69,7 @@ class Departure:
                     "ends the executor before the run has returned, the run restarts from the beginning"
                 )
             return
-        self._notice = loss
+        self._notice, self._has_to_end = loss, has_to_end
         self._num_older = int(self._history.ranks_began_at is not None)
         self._channel.broadcast(SnapshotWanted())
         if within_s is not None:
@@ -76,7 +77,7 @@ class Departure:
 
     def ranks_began(self) -> None:
         """Want the snapshot of a notice that came before there were ranks to hear of it; in the channel's thread."""
-        if self._notice is not None:
+        if self._notice is not None or self.is_terminated:
             self._channel.broadcast(SnapshotWanted())
 
     def _end_without(self, loss: Loss) -> None:
@@ -100,7 +101,7 @@ class Departure:
                 self._end_soon(Loss(rank=None, host="", cause="there is room for more ranks", free_slots=free))
         elif self._num_older > 0:
             self._num_older -= 1
-        elif self._notice.counts or self._history.has_room():
+        elif self._has_to_end or self._history.has_room():
             self._end_soon(self._notice)
         elif not self._awaits_room:
             self._awaits_room = True
@@ -126,6 +127,7 @@ class Departure:
 # lets running tasks go on until somebody ends the machine, at a time that Spark does not know. So the attempt is not
 # ended before there is a snapshot, and other executors have room for the fewest ranks that the run may have. Until then
 # the run goes on, and loses nothing that it would have kept without the notice. Slots of decommissioned executors are
-# no slots for Spark, so the next attempt is not there.
+# no slots for Spark, so the next attempt is not there. SIGTERM to a rank or host process meanwhile replaces this
+# notice.
 #
 # Free slots for more ranks than the run has: Note [More ranks again] in driver/attempts.py.

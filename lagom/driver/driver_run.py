@@ -12,6 +12,7 @@ from lagom.driver.aggregate import aggregate, remedy
 from lagom.driver.attempts import run_attempts
 from lagom.driver.failure import add_advice
 from lagom.driver.protocol import Launcher
+from lagom.driver.termination import Termination
 from lagom.extensions.registry import wanted
 from lagom.plan import Plan
 from lagom.program.failure_advice import advice
@@ -50,6 +51,8 @@ class DriverRun:
     """Modules that ran whole on every rank, once the ranks have returned."""
     speed: Speed | None = None
     """Speed of the training steps, once the ranks have returned."""
+    termination: Termination = field(default_factory=Termination)
+    """Tells of SIGTERM to this process."""
     returned: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
     """Functions that are called with the value of the run and those of all ranks, when the ranks have returned."""
 
@@ -73,7 +76,9 @@ class DriverRun:
     def _run(self) -> Result:
         timings, records = self.timings, self.records
         timings.end("prepare")
-        outcomes, failures = run_attempts(self.launcher, self.plan, self.call, records, self.snapshots, timings)
+        outcomes, failures = run_attempts(
+            self.launcher, self.plan, self.call, records, self.snapshots, timings, self.termination
+        )
         returned = [outcome.load() for outcome in outcomes]
         value, values = self._values(returned)
         for part, seconds in returned[0].get("timings", {}).items():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from lagom.driver.departure import LEAVE_SNAPSHOT_S, Departure
+from lagom.driver.departure import Departure
 from lagom.driver.rank_events import RankEvents
 from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
@@ -46,7 +46,7 @@ from lagom.wire.messages import (
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SigtermHeard, SnapshotArrived, SnapshotKept
+from lagom.wire.snapshot_messages import LEAVE_SNAPSHOT_S, SigtermHeard, SnapshotArrived, SnapshotKept
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -191,7 +191,8 @@ class RunView:
         Return True when the ranks are told to end. For any thread.
         """
         self._departure.leave(has_ranks=self.begun)
-        self.stop()
+        if not self._has_returned():
+            self.stop()
         return True
 
     def announce(self, loss: Loss) -> None:
@@ -209,7 +210,7 @@ class RunView:
 
         Raises:
             KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.
-            Terminated: after ``leave``.
+            Terminated: after ``leave``, unless all ranks have returned.
             LagomError: if the user ends the run from the debugger.
         """
         over = False
@@ -227,8 +228,13 @@ class RunView:
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
         self._show_rest()
-        if self._departure.is_terminated:
+        if self._departure.is_terminated and not self._has_returned():
             raise Terminated
+
+    def _has_returned(self) -> bool:
+        """Return whether all ranks have returned."""
+        reports = self.reports.values()
+        return len(reports) == self.plan.world_size and all(report.ok for report in reports)
 
     def _patience(self, over: bool) -> float:
         if over:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lagom.on_rank.resource_usage import children
+from lagom.wire.rendezvous import REPEATED_S
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,14 +91,22 @@ def _ignore_ends() -> None:
 def heard_sigterm() -> Iterator[int]:
     """Context manager of a host process that does not end at its first SIGTERM, but reads it from the yielded pipe.
 
-    A second SIGTERM ends the process as before.
+    A second SIGTERM ends the process as before, unless it follows within ``REPEATED_S``.
     """
     reader, writer = os.pipe()
     before = signal.getsignal(signal.SIGTERM)
 
+    heard_at: float | None = None
+
     def hear(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, before)
-        os.write(writer, b"T")
+        nonlocal heard_at
+        now = time.monotonic()
+        if heard_at is None:
+            heard_at = now
+            os.write(writer, b"T")
+        elif now - heard_at > REPEATED_S:
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, hear)
     try:

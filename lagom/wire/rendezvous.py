@@ -19,6 +19,9 @@ LEAVE_S = 1.0
 WRITE_S = 1.0
 """Seconds in which rank 0 can raise as well and finish its writes, after another rank has raised, on busy cores too."""
 
+REPEATED_S = 1.0
+"""Seconds after a SIGTERM in which another one is the same notice: some signal a process, and then its group."""
+
 
 class Stopped(Exception):
     """Raised in a host process when the driver has ended the run before all tasks had joined."""

@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 
 from lagom.wire.messages import LocalEvent, Message
 
+LEAVE_SNAPSHOT_S = 7.0
+"""Longest wait for the last snapshot after SIGTERM; Docker kills its processes after 10 s, others after 30."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPoint(Message, tag="snapshot point"):

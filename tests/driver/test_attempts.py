@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from lagom.config import TorchDistributedConfig
 from lagom.driver import local
 from lagom.driver.attempts import LAST_S, REPLACED_S, run_attempts
 from lagom.driver.protocol import Outcome
-from lagom.errors import LagomError, PlanError, RankError, SnapshotError, StallError
+from lagom.driver.termination import softly_terminated
+from lagom.errors import LagomError, PlanError, RankError, SnapshotError, StallError, Terminated
 from lagom.plan import Plan, plan
 from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
@@ -306,6 +308,27 @@ def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
 
+class Signalled(Growing):
+    """A launcher whose process receives SIGTERM while an attempt ends, when no rank is left to be told."""
+
+    def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
+        history.leave = lambda: True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return super().run(plan, call, records, history)
+
+
+def test_no_further_attempt_begins_after_sigterm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
+    snapshots.make()
+    add_snapshot(snapshots, 1, place=(2, 7))
+    launcher = Signalled(LOST)
+    with pytest.raises(Terminated):
+        attempts(launcher, snapshots)
+    assert launcher.sizes == [4]
+    assert f"ended by SIGTERM; lagom resume {tmp_path} continues from batch 8 of epoch 2" in capsys.readouterr().err
+
+
 def test_an_error_of_the_program_ends_the_run_when_it_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Growing(LOST, more_room(2), ZeroDivisionError("first"), ZeroDivisionError("second"))
     with pytest.raises(ZeroDivisionError, match="second"):
@@ -339,7 +362,9 @@ def attempts(launcher: Any, snapshots: SnapshotFolder | None = None, **settings:
     already_distributed = settings.pop("already_distributed", False)
     config = TorchDistributedConfig(world_size=4, run_dir=None, **settings)
     the_plan = plan(config, Cluster(launcher="spark", slots=4), already_distributed=already_distributed)
-    run_attempts(launcher, the_plan, Call(function=lambda: None, provided={}), snapshots=snapshots)
+    call = Call(function=lambda: None, provided={})
+    with softly_terminated(the_plan) as termination:
+        run_attempts(launcher, the_plan, call, snapshots=snapshots, termination=termination)
     sizes: list[int] = launcher.sizes
     return sizes
 

@@ -113,6 +113,27 @@ def test_sigterm_to_a_rank_does_not_wait_for_room_nor_for_ever_for_a_snapshot(at
     assert attempt.ends == [HEARD, HEARD]  # the owner ends the attempt once
 
 
+def test_sigterm_after_a_decommission_ends_the_attempt_without_room_elsewhere(
+    attempt: Attempt,
+) -> None:
+    attempt.history.has_room = lambda: False
+    attempt.departure.announce(GOING)
+    attempt.keep(1, is_wanted=True)
+    attempt.departure.announce(HEARD, 7.0)
+    attempt.departure.announce(HEARD, 7.0)
+    attempt.departure.announce(GOING)
+    assert [len(attempt.sent), len(attempt.late), attempt.ends] == [2, 1, []]
+    attempt.keep(2, is_wanted=True)
+    assert attempt.ends == [HEARD]
+
+
+def test_ranks_that_begin_after_sigterm_to_the_driver_are_told(attempt: Attempt) -> None:
+    attempt.departure.release()
+    attempt.departure.leave(has_ranks=True)
+    attempt.departure.ranks_began()
+    assert [type(message) for message in attempt.sent] == [SnapshotWanted, SnapshotWanted]
+
+
 def test_what_ranks_hear_after_sigterm_to_the_driver_changes_nothing(attempt: Attempt) -> None:
     attempt.departure.release()
     attempt.departure.leave(has_ranks=True)

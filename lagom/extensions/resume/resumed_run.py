@@ -13,6 +13,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
 from lagom.driver.driver_run import DriverRun
 from lagom.driver.preparation import facts_of_code, run_records
+from lagom.driver.termination import softly_terminated
 from lagom.extensions.resume.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
 from lagom.launch import choose
 from lagom.plan import plan
@@ -87,10 +88,19 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
         facts = facts_of_code(call.function, call.provided, cluster) | {"already_distributed": False}
         the_plan = plan(config, cluster, run.name, **facts)
         began = timings.began
-        with run_records(config, the_plan, chosen.where(), run.source, folder, upload, began=began) as records:
+        with (
+            softly_terminated(the_plan) as termination,
+            run_records(config, the_plan, chosen.where(), run.source, folder, upload, began=began) as records,
+        ):
             timings.add_earlier(records.earlier_s if records is not None else 0.0)
             resumed = DriverRun(
-                launcher=chosen, plan=the_plan, call=call, timings=timings, source=run.source, snapshots=snapshots
+                launcher=chosen,
+                plan=the_plan,
+                call=call,
+                timings=timings,
+                source=run.source,
+                snapshots=snapshots,
+                termination=termination,
             )
             try:
                 return resumed.run(records)

@@ -23,7 +23,8 @@ def sigterm_heard(pipe: int) -> Iterator[None]:
     Its forks, and the rank if it sends SIGTERM to itself, end as without lagom.
     """
     global _hears  # state of this process
-    faulthandler.register(signal.SIGTERM, file=pipe, all_threads=False)
+    hear = functools.partial(faulthandler.register, signal.SIGTERM, file=pipe, all_threads=False)
+    hear()
     _hears = True
     os.register_at_fork(after_in_child=stop_hearing)
     own = {0, os.getpid(), -os.getpid()}
@@ -31,6 +32,7 @@ def sigterm_heard(pipe: int) -> Iterator[None]:
         replaced(os, "kill", _ending(os.kill, own)),
         replaced(os, "killpg", _ending(os.killpg, own)),
         replaced(signal, "raise_signal", _ending_itself(signal.raise_signal)),
+        replaced(signal, "signal", _hearing_again(signal.signal, hear)),
     ):
         yield
 
@@ -65,6 +67,20 @@ def _ending_itself(send: Callable[[int], None]) -> Callable[..., Any]:
     return raise_signal
 
 
+def _hearing_again(set_handler: Callable[..., Any], hear: Callable[[], None]) -> Callable[..., Any]:
+    """Return ``signal.signal``, which calls ``hear`` when the program restores the default of SIGTERM."""
+
+    @functools.wraps(set_handler)
+    def set_and_hear(signalnum: int, handler: Any) -> Any:
+        before = set_handler(signalnum, handler)
+        if _hears and signalnum == signal.SIGTERM and handler == signal.SIG_DFL:
+            faulthandler.unregister(signal.SIGTERM)
+            hear()
+        return before
+
+    return set_and_hear
+
+
 # Note [SIGTERM to a rank]
 #
 # A batch system that ends a job sends SIGTERM to all of its processes at once, so also to ranks, and kills them some
@@ -73,4 +89,4 @@ def _ending_itself(send: Callable[[int], None]) -> Callable[..., Any]:
 # handler of their own; forks would inherit it; and it would run only between two instructions of Python. Standard
 # Python has one handler in C that writes to a file: faulthandler's. It writes a traceback, which the host process reads
 # as a notice and throws away. Python's own table of handlers does not show it, and a handler that the program sets
-# takes its place: then nothing of this happens.
+# takes its place: then nothing of this happens, until the program restores the default.

@@ -68,6 +68,11 @@ class SnapshotPace:
         )
         self._rested_at, self._rested_system_s = now, _system_s()
 
+    @property
+    def has_stopped(self) -> bool:
+        """Return whether no snapshot is to be taken any more."""
+        return self.next_at == math.inf
+
     def stop(self) -> None:
         """Take no snapshot any more."""
         self.next_at = math.inf

@@ -33,7 +33,7 @@ from lagom.extensions.resume.snapshot_pace import SnapshotPace
 from lagom.program.payload import Parcel, parts_of
 from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import Snapshot
-from lagom.wire.snapshot_messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
+from lagom.wire.snapshot_messages import LEAVE_SNAPSHOT_S, NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
 
 if TYPE_CHECKING:
     from lagom.session.session import Session
@@ -43,6 +43,8 @@ Pickled = tuple[bytes, list[memoryview]]
 _FIRST_LOOK_S, _LOOK_S, PATIENCE_S = 0.02, 0.1, 1800.0
 """Seconds until the first look at whether a fork has written its snapshot, between two looks, and after which a fork is
 killed as stuck."""
+_WANTED_LOOK_S = 0.005
+"""Seconds between two looks at whether the snapshot has been written that the driver waits for."""
 FORKED: tuple[str, ...] = ("cpu",)
 """Kinds of devices whose tensors a fork can read. Accelerators do not work in a fork: their ranks pickle, then fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
@@ -140,9 +142,17 @@ class Snapshots:
             self._look()
             return
         self._try_at(iterator)
+        self._await_wanted()
+
+    def _await_wanted(self) -> None:
+        """Wait while the snapshot that the driver waits for is written: the next batch may take longer than that."""
+        end = time.perf_counter() + LEAVE_SNAPSHOT_S
+        while self._is_wanted and self._child is not None and time.perf_counter() < end:
+            time.sleep(_WANTED_LOOK_S)
+            self._look()
 
     def _see_whether_wanted(self) -> None:
-        if self._wanted[0] != self._num_wanted and self._child is None:
+        if self._wanted[0] != self._num_wanted and self._child is None and not self._pace.has_stopped:
             self._num_wanted, self._is_wanted, self._refused = self._wanted[0], True, None
             self._pace.next_at = 0.0
 

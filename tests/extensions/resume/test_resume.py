@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.cli import main
@@ -306,6 +307,26 @@ def test_a_host_that_does_not_share_the_runs_folder_is_named(
     assert wanted in capfd.readouterr().err
     assert result.run_dir is not None
     assert wanted in json.loads((result.run_dir / "run.json").read_text())["without_snapshots"]
+
+
+def test_sigterm_has_no_snapshot_tried_where_none_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> int:
+        for number, _ in enumerate(DataLoader(TensorDataset(torch.zeros(8, 1)))):
+            if number == 0:
+                os.kill(os.getppid(), signal.SIGTERM)  # the host process has the driver want a snapshot
+            time.sleep(0.2)
+        return 1
+
+    elsewhere = SnapshotPlace(SnapshotFolder(str(tmp_path / "not here")))
+    monkeypatch.setattr(RunHistory, "snapshots", property(lambda _: elsewhere))
+    result = experiment.lagom(train, config(tmp_path, world_size=1, snapshot_every_s=0.1))
+    assert result.value == 1
+    assert result.run_dir is not None
+    why = json.loads((result.run_dir / "run.json").read_text())["without_snapshots"]
+    assert f"cannot read and write {elsewhere.folder.path}" in why
+    assert "Error" not in capfd.readouterr().err
 
 
 def spoil(folder: Path) -> None:

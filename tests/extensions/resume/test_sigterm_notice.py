@@ -37,6 +37,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str
     return output.splitlines()[-1], list(termination.lines(folder))
 
 
+RESTORING = termination.PROGRAM.replace(
+    "torch.manual_seed(3)",
+    """torch.manual_seed(3)
+import signal
+signal.signal(signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: None))""",
+)
+"""The program, which has a handler of its own for a moment."""
 DRAW = random.Random(7)
 MOMENTS = DRAW.sample(range(1, termination.NUM_BATCHES - 20), 40)  # a busy machine must not end the run before
 
@@ -64,10 +71,14 @@ def test_a_run_continues_from_the_next_batch_when_a_process_receives_sigterm(
     undisturbed: tuple[str, list[str]], tmp_path: Path, moment: int, victim: str
 ) -> None:
     folder = tmp_path / "run"
-    process = termination.start(folder, "--snapshot-every", "1000")
+    program = RESTORING if victim == "rank 0" else termination.PROGRAM
+    process = termination.start(folder, "--snapshot-every", "1000", program=program)
     noted = termination.wait_for(moment, folder, process)
     rank = rank_of(folder, 0 if victim == "rank 0" else 1)
-    os.kill(parent(rank) if victim == "the process" else rank, signal.SIGTERM)
+    os.kill(pid := parent(rank) if victim == "the process" else rank, signal.SIGTERM)
+    if victim == "the process":  # a batch system may signal a process, and then its group
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert (output.splitlines()[-1], list(termination.lines(folder))) == undisturbed
@@ -102,6 +113,35 @@ def test_a_run_all_of_whose_processes_receive_sigterm_ends_and_continues_from_th
     output, errors = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0, errors
     assert (output.splitlines()[-1], list(termination.lines(folder))) == undisturbed
+
+
+WRITING_SLOWLY = termination.PROGRAM.replace(
+    "torch.manual_seed(3)",
+    """torch.manual_seed(3)
+class Slow:
+    def __getstate__(self):
+        open(f"{folder}/writing", "w").close()
+        time.sleep(1)
+        return {"is_slow": True}
+slow = Slow()""",
+)
+
+
+def test_a_snapshot_that_is_being_written_is_finished_when_all_processes_receive_sigterm(
+    undisturbed: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = termination.start(folder, "--snapshot-every", "0.1", program=WRITING_SLOWLY)
+    losses.wait_for((folder / "writing").exists)
+    for pid in [*below(process.pid), process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "the process that wrote it was killed" not in errors
+    (run,) = (folder / "runs").iterdir()
+    assert f"lagom resume {run} continues from batch " in errors
+    output, errors = termination.lagom("resume", str(run)).communicate(timeout=PATIENCE_S)
+    assert (output.splitlines()[-1], list(termination.lines(folder))) == undisturbed, errors
 
 
 def run(function: Any, folder: Path, **settings: Any) -> Any:

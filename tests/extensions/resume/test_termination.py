@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -48,10 +49,10 @@ def lagom(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     """Start the program, with records in ``folder``."""
     folder.mkdir()
-    (folder / "train.py").write_text(PROGRAM)
+    (folder / "train.py").write_text(program)
     place = ["--run-dir", str(folder / "runs"), str(folder / "train.py"), str(folder)]
     return lagom("run", "-n", "2", *options, *place)
 
@@ -110,6 +111,19 @@ def test_a_run_that_is_ended_by_sigterm_continues_from_the_next_batch(
     output, errors = resumed.communicate(timeout=_PATIENCE_S)
     assert resumed.returncode == 0, errors
     assert (output.splitlines()[-1], lines(folder)) == undisturbed
+
+
+def test_the_last_snapshot_does_not_wait_for_the_end_of_the_next_batch(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    slow = PROGRAM.replace("time.sleep(0.05)", f"time.sleep(3 if batch == 0 else {_PATIENCE_S})")
+    process = start(folder, "--snapshot-every", "1000", program=slow)
+    wait_for(1, folder, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=_PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    (run,) = (folder / "runs").iterdir()
+    assert f"lagom resume {run} continues from batch 2 of epoch 1" in errors
+    assert json.loads((run / "run.json").read_text())["snapshots"]["place"] == [1, 1]  # the driver has been told
 
 
 def test_without_snapshots_the_run_ends_with_the_status_of_sigterm(tmp_path: Path) -> None:
