@@ -155,6 +155,19 @@ def downloading() -> AbstractContextManager[None]:
     return nullcontext() if _calls is None else _calls.downloading()
 
 
+@contextmanager
+def on_real_disk() -> Iterator[None]:
+    """Let this thread read the real disk in the block, also if the rank has an overlay."""
+    if _calls is None:
+        yield
+        return
+    before, _calls.own.inside = _calls.own.inside, True
+    try:
+        yield
+    finally:
+        _calls.own.inside = before
+
+
 def path_to_write(path: str) -> str:
     """Return the place where C code must write the file that the program calls ``path``.
 

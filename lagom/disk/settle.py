@@ -66,9 +66,11 @@ class _Remains:
             self._pid = Path(folder, "asked").read_text()
 
     def bring_home(self, rank: int) -> list[str]:
+        from lagom.disk.stand_ins import is_stand_in
+
         problems = self._remade(rank) if self._first_of_host else []
         for key in _put_files(self._log, self._upper):
-            if not self._is_wanted(key):
+            if not self._is_wanted(key) or is_stand_in(self._upper + key):
                 continue
             try:
                 os.makedirs(os.path.dirname(key), exist_ok=True)

@@ -12,6 +12,7 @@ import pytest
 
 from lagom import disk as files
 from lagom.disk import settle
+from lagom.disk.stand_ins import write_stand_in
 from tests.disk.test_rank_disks import prepared, tree
 
 
@@ -93,6 +94,22 @@ def test_the_first_rank_of_a_host_downloads_for_real(tmp_path: Path) -> None:
     assert tree(host) == downloaded
     assert settle.settle(tmp_path / "run", [1], [0]) == []
     assert tree(host) == downloaded | {"data/cache": b"its own"}
+
+
+def test_a_stand_in_for_a_file_of_rank_0_is_not_left_on_the_host(tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    host.mkdir()
+
+    def program() -> None:
+        os.mkdir("checkpoint")
+        for size in (10_000, 5, 0):
+            write_stand_in(f"checkpoint/{size}", size)
+            assert os.path.getsize(f"checkpoint/{size}") == size
+        Path("checkpoint/own").write_text("its own")
+
+    on_a_host_without_rank_0(tmp_path / "run", host, program)
+    assert settle.settle(tmp_path / "run", [1], [0]) == []
+    assert tree(host) == {"checkpoint": None, "checkpoint/0": b"", "checkpoint/own": b"its own"}
 
 
 def test_a_download_stays_in_a_directory_that_the_program_makes_anew(tmp_path: Path) -> None:

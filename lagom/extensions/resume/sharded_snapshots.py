@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Pickled = tuple[bytes, list[memoryview]]
 
 _ASK = b"snapshot"
+_DONE = b"."
 _PAUSE_S = 0.005
 """Seconds between two looks at whether another rank has written its shards."""
 
@@ -53,6 +54,8 @@ class ShardedSnapshots(Snapshots):
         """Number of the batch before which all ranks take the next snapshot, and the number of this snapshot."""
         self._part: ShardParts | None = None
         """The shards of rank 0 in the snapshot that is being written."""
+        self._part_number = 0
+        """Number of the snapshot for which a fork writes this rank's shards, on ranks other than 0."""
         self._stuck_at = 0.0
         """Time at which a fork that still writes this rank's shards is killed as stuck."""
         session.group.handlers[_ASK] = lambda asked: self._agree(int(asked.split()[1]))
@@ -159,17 +162,19 @@ class ShardedSnapshots(Snapshots):
             part = None if self._session.device.type in FORKED else self._collect()
             pid, reader, writer = fork()
         except NoSnapshotError as error:
-            with suppress(OSError):
-                self._files.note_part(number, self._session.rank, {"why": str(error)})
+            self._note_failure(number, str(error))
             return
         if pid == 0:
             self._write_part_in_fork(number, part, writer)
         os.close(writer)
-        self._child, self._answer = pid, reader
+        self._child, self._answer, self._part_number = pid, reader, number
         self._stuck_at = time.perf_counter() + PATIENCE_S
 
     def _write_part_in_fork(self, number: int, part: ShardParts | None, writer: int) -> None:
-        """Write shards in a fork, and end the fork; without ``part``, collect the rank's shards first."""
+        """Write shards in a fork, and end the fork; without ``part``, collect the rank's shards first.
+
+        Before its end the fork sends a byte by ``writer``, if rank 0 can read how it has ended.
+        """
         rank = self._session.rank
         try:
             os.nice(10)
@@ -180,11 +185,18 @@ class ShardedSnapshots(Snapshots):
                 part = self._shards.collect()
             self._files.remove_parts(rank, but=number)
             self._files.write_part(number, rank, shard_parcel(part), self._version(part))
+            os.write(writer, _DONE)
         except BaseException as error:
             with suppress(BaseException):
+                self._files.remove_parts(rank, but=0)  # the disk may be full
                 self._files.note_part(number, rank, {"why": describe_error(error)})
+                os.write(writer, _DONE)
         finally:
             os._exit(0)
+
+    def _note_failure(self, number: int, why: str) -> None:
+        with suppress(OSError):
+            self._files.note_part(number, self._session.rank, {"why": why})
 
     def _look_at_part(self) -> None:
         """See whether the fork has written this rank's shards; kill a fork that is stuck."""
@@ -194,6 +206,8 @@ class ShardedSnapshots(Snapshots):
                 if time.perf_counter() > self._stuck_at:
                     os.kill(self._child, signal.SIGKILL)
                 return
+        if os.read(self._answer, 1) != _DONE:
+            self._note_failure(self._part_number, "the process that wrote them was killed")
         os.close(self._answer)
         self._child = None
 
@@ -219,7 +233,8 @@ class ShardedSnapshots(Snapshots):
 # progress and the numbers of optimizer steps; rank 0 compares the texts.
 #
 # Complete or not there. Files with shards have hidden names until rank 0's fork has the descriptions of all of them. It
-# waits for them by looking at the folder. Then it renames all files, the description of the snapshot last.
+# waits for them by looking at the folder; a rank whose fork has failed or was killed notes the reason there. At last it
+# renames all files, the description of the snapshot last.
 #
 # To continue, any number of ranks unpickles what rank 0 has pickled, and each of them reads from the files of all
 # earlier ranks the bytes that belong to its own shards. One rank reads everything.

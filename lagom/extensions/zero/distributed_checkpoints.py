@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lagom.disk.install import knows_rank
-from lagom.errors import LagomError
+from lagom.extensions.zero.checkpoint_files import CheckpointFiles, local_folder
 from lagom.patching.importers import Importers, on_import
 from lagom.patching.replace import replaced
 from lagom.run_state.memory_layout import storage_of
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from lagom.extensions.zero.parameters.shards import ParameterShards
     from lagom.extensions.zero.sharded_optimizer import ShardedOptimizer
     from lagom.session.session import Session
-
-_PLACE = "torch.distributed.checkpoint.save()"
 
 
 @contextmanager
@@ -65,12 +62,18 @@ class _Checkpoints:
         """
         lazy = _LazyTensors(self)
         found = {key: self._state_of(value, lazy) for key, value in state_dict.items()}
-        if self.weights is None:
+        with self.streaming():
             yield found, lazy
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Copy no ``state_dict()`` of a module to the CPU in the block."""
+        if self.weights is None:
+            yield
             return
         before, self.weights.is_streamed = self.weights.is_streamed, True
         try:
-            yield found, lazy
+            yield
         finally:
             self.weights.is_streamed = before
 
@@ -133,9 +136,9 @@ class _LazyTensors:
 
 
 def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
 
-    session = checkpoints.session
+    session, files = checkpoints.session, CheckpointFiles(checkpoints.session)
 
     class StreamedPlanner(DefaultSavePlanner):
         """Gathers a tensor when it is about to be written.
@@ -170,36 +173,39 @@ def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
         with checkpoints.states(state_dict) as (states, lazy):
             return original(states, planner=StreamedPlanner(lazy, frees), **_but_planner(given))
 
-    def meet(error: str) -> None:
-        """Tell the other ranks how rank 0's save has ended; they answer its requests until then."""
-        if knows_rank():
-            return  # rank 0 may be here alone
-        assert session.group is not None
-        session.check_place(_PLACE)
-        told = session.group.all_gather_bytes(error.encode())[0].decode()
-        if told and session.rank != 0:
-            raise LagomError(f"rank 0 could not write the checkpoint: {told}")
-
     @functools.wraps(original)
     def save(state_dict: Any, **given: Any) -> Any:
         if not checkpoints.streams(given):
             return original(state_dict, **given)
+        folder = local_folder(given, "storage_writer")
+        with checkpoints.streaming():
+            state_dict = {key: _call_on_all_ranks(value) for key, value in state_dict.items()}
         if session.rank != 0:
-            meet("")
+            files.tell_saved(folder)
             return None
         try:
             metadata = write(state_dict, given)
-        except Exception as error:
-            meet(f"{type(error).__name__}: {error}")
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            files.tell_saved(folder, error=f"{type(error).__name__}: {error}")
             raise
-        meet("")
+        files.tell_saved(folder, metadata)
         return metadata
 
     return save
 
 
+def _call_on_all_ranks(value: Any) -> Any:
+    """Return the ``state_dict()`` of an object of the program's, which may step an optimizer; else ``value``."""
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    is_own = isinstance(value, Stateful) and not isinstance(value, (torch.nn.Module, Optimizer))
+    return value.state_dict() if is_own else value
+
+
 def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
     from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    files = CheckpointFiles(checkpoints.session)
 
     class PartPlanner(DefaultLoadPlanner):
         """Reads a tensor of an optimizer whole, and keeps this rank's part of it."""
@@ -236,7 +242,7 @@ def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
     def load(state_dict: Any, **given: Any) -> Any:
         if not checkpoints.streams(given):
             return original(state_dict, **given)
-        with checkpoints.states(state_dict) as (states, lazy):
+        with files.reading(given), checkpoints.states(state_dict) as (states, lazy):
             outlines = {key: value for key, value in states.items() if value is not state_dict[key]}
             original(states, planner=PartPlanner(lazy), **_but_planner(given))
             for key in states:
@@ -279,4 +285,5 @@ def _but_planner(given: Mapping[str, Any]) -> dict[str, Any]:
 # given: ``save({"model": model, "optimizer": optimizer}, checkpoint_id=path)``. ``optimizer.state_dict()`` has gathered
 # the whole state before ``save`` is called.
 #
-# Each rank loads by itself. Tensors of an optimizer are read one by one, and the rank keeps its part of each.
+# Each rank loads rank 0's files (checkpoint_files.py). Tensors of an optimizer are read one by one, and the rank keeps
+# its part of each.

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ from lagom.program.signature import Call
 from lagom.program.sources import source_files
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
-from tests.extensions.resume.kills import killed
+from tests.extensions.resume.kills import PATIENCE_S, killed
 from tests.extensions.resume.sharded_training import DATA, WIDTH, config, train
 from tests.ranks import RankFailedError, run_ranks
 
@@ -224,4 +230,42 @@ def test_a_sharded_run_whose_rank_is_killed_goes_on(level: int, world_size: int,
     with killed(folder, rank):
         result = experiment.lagom(train, config(folder, snapshot_every_s=0.1, **settings))
     assert result.value == wanted
+    assert "of epoch 2" in result.failures[0]["resumed_from"]
+
+
+@contextmanager
+def first_fork_killed(folder: Path, rank: int) -> Iterator[list[int]]:
+    """Kill the first fork of ``rank`` of the run in ``folder`` as soon as there is one; yield a list that gets it."""
+    killed_forks: list[int] = []
+
+    def kill() -> None:
+        end = time.monotonic() + PATIENCE_S
+        children: Path | None = None
+        while time.monotonic() < end and not killed_forks:
+            if children is None:
+                for path in folder.glob("runs/*/run.json"):
+                    process = json.loads(path.read_text())["ranks"].get(str(rank), {})
+                    if pid := process.get("pid"):
+                        children = Path(f"/proc/{pid}/task/{pid}/children")
+                continue
+            with suppress(OSError):
+                for fork in map(int, children.read_text().split()):
+                    os.kill(fork, signal.SIGKILL)
+                    killed_forks.append(fork)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield killed_forks
+    thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_snapshots_go_on_when_the_process_that_writes_shards_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    (folder / "slowly").touch()
+    settings: dict[str, Any] = {"world_size": 2, "zero_lvl": 1, "snapshot_every_s": 0.1}
+    with first_fork_killed(folder, 1) as forks, killed(folder, 0):
+        result = experiment.lagom(train, config(folder, **settings))
+    assert len(forks) == 1
     assert "of epoch 2" in result.failures[0]["resumed_from"]
