@@ -165,7 +165,9 @@ def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
         writer, place = given.get("storage_writer"), given.get("checkpoint_id")
         if writer is None and place is not None and "://" not in os.fspath(place):
             writer = given["storage_writer"] = FileSystemWriter(place)
-        frees = type(writer) is FileSystemWriter
+        # The setting is newer than torch 2.6. With safetensors, all tensors of a file are written at its end.
+        serialization = getattr(writer, "serialization_format", None)
+        frees = type(writer) is FileSystemWriter and getattr(serialization, "value", "torch_save") == "torch_save"
         if frees:
             vars(writer)["per_thread_copy_ahead"] = 0  # no tensor is looked up before the one before is written
         if getattr(writer, "thread_count", 1) > 1:

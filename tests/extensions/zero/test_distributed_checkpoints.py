@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -105,6 +108,26 @@ def test_plain_torch_loads_what_ranks_have_saved(level: int, world_size: int, ho
     whole = torch.load(tmp_path / "whole.pt")
     assert {key: value.tolist() for key, value in whole["model"].items()} == wanted[0]
     assert whole["epoch"] == 3
+
+
+def save_in_safetensors(session: Session, path: str) -> Any:
+    module: Any = ModuleType("safetensors.torch")
+    module.save = lambda tensors, metadata: pickle.dumps({key: value.tolist() for key, value in tensors.items()})
+    sys.modules |= {"safetensors": ModuleType("safetensors"), "safetensors.torch": module}
+    seed_everything(1)
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    writer = filesystem.FileSystemWriter(path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+    dcp.save({"model": model}, storage_writer=writer)
+    return numbers(model, optimizer)[0]
+
+
+@pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="this torch has no other format")
+def test_tensors_that_are_written_at_the_end_of_a_file_are_kept_until_then(tmp_path: Path) -> None:
+    wanted = run_ranks(2, partial(save_in_safetensors, path=str(tmp_path)), batches="whole", zero_lvl=3)[0]
+    files = [pickle.loads(path.read_bytes()) for path in tmp_path.glob("*.distcp")]
+    written = {key: value for file in files for key, value in file.items()}
+    assert {key: written[f"model.{key}"] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(
