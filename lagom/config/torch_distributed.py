@@ -7,10 +7,9 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-from lagom.extension import Settings
-from lagom.extensions.registry import ExtensionSettings
+from lagom.extensions.registry import EXTENSIONS, ExtensionSettings
 from lagom.settings import check_one_of, explain_fields, is_int, is_seconds
 
 Launcher = Literal["auto", "spark", "local", "inline"]
@@ -142,8 +141,8 @@ class TorchDistributedConfig(ExtensionSettings):
         self._check_data()
         self._check_numbers()
         self._check_texts()
-        for settings in ExtensionSettings.__bases__:
-            cast(type[Settings], settings).check(self)
+        for extension in EXTENSIONS:
+            extension.settings.check(self)
 
     def _check_micro_batches(self) -> None:
         num = self.micro_batches
