@@ -42,7 +42,7 @@ def patched(session: Session) -> Iterator[None]:
     A module for a setting that a plain config leaves off is imported where the setting is on.
 
     With one rank, the patches for several ranks are left out. Batches are still counted and, with an accelerator, moved
-    to it, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
+    to it, backwards are published, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
 
     Raises:
         LagomError: at the end, if a pass that was split as training was an evaluation.
@@ -76,6 +76,10 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(patch_reentrant_checkpoints(session))
         if distributed:
             stack.enter_context(_patched_for_ranks(session))
+        elif session.events.follows_backwards and not session.backwards.gradient_store.is_external:
+            from lagom.gradients.backward_events import publish_backwards
+
+            stack.enter_context(publish_backwards(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(patch_saves_and_downloads(session))
         if distributed or on_device or session.config.micro_batches is not None or session.spans is not None:
