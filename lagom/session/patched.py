@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from lagom.forward.precision import Precision
     from lagom.session.session import Session
 
 __all__ = ["patched"]
@@ -65,15 +66,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(track_modules(session))
         if moves:
             stack.enter_context(_moved_to_device(session))
-        precision = None
-        if asked := session.config.mixed_precision:
-            from lagom.forward.precision import Precision
-
-            precision = Precision(session, asked)
-            stack.enter_context(precision.scale_backwards())
-            stack.enter_context(precision.convert_outputs())
-            if not distributed:
-                stack.enter_context(patch_reentrant_checkpoints(session))
+        precision = _scaled_precision(session, stack)
         if distributed:
             stack.enter_context(_patched_for_ranks(session))
         elif session.events.follows_backwards and not session.backwards.gradient_store.is_external:
@@ -94,6 +87,20 @@ def patched(session: Session) -> Iterator[None]:
         if (returned := session.events.returned.call) is not None:
             returned()
         _check_end(session)
+
+
+def _scaled_precision(session: Session, stack: ExitStack) -> Precision | None:
+    """Enter the patches of ``mixed_precision`` that come before those of gradients; return None without the setting."""
+    if not (asked := session.config.mixed_precision):
+        return None
+    from lagom.forward.precision import Precision
+
+    precision = Precision(session, asked)
+    stack.enter_context(precision.scale_backwards())
+    stack.enter_context(precision.convert_outputs())
+    if session.world_size == 1:
+        stack.enter_context(patch_reentrant_checkpoints(session))
+    return precision
 
 
 def _moved_to_device(session: Session) -> AbstractContextManager[None]:

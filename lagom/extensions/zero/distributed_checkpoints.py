@@ -74,6 +74,21 @@ class _Checkpoints:
         finally:
             self.weights.is_streamed = before
 
+    def end_save(self, error: str) -> None:
+        """Tell the other ranks how rank 0's save has ended; they answer its requests until then.
+
+        Raises:
+            LagomError: on the other ranks, if ``error`` on rank 0 is not "".
+        """
+        if knows_rank():
+            return  # rank 0 may be here alone
+        session = self.session
+        assert session.group is not None
+        session.check_place(_PLACE)
+        failure = session.group.all_gather_bytes(error.encode())[0].decode()
+        if failure and session.rank != 0:
+            raise LagomError(f"rank 0 could not write the checkpoint: {failure}")
+
     def _state_of(self, value: Any, lazy: _LazyTensors) -> Any:
         sharded = self.optimizers.sharded(value) if isinstance(value, Optimizer) else None
         if sharded is None:
@@ -133,9 +148,34 @@ class _LazyTensors:
 
 
 def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    planner = _streamed_planner()
 
-    session = checkpoints.session
+    def write(state_dict: Mapping[str, Any], given: dict[str, Any]) -> Any:
+        frees = _choose_writer(given)
+        with checkpoints.states(state_dict) as (states, lazy):
+            return original(states, planner=planner(lazy, frees), **_but_planner(given))
+
+    @functools.wraps(original)
+    def save(state_dict: Any, **given: Any) -> Any:
+        if not checkpoints.streams(given):
+            return original(state_dict, **given)
+        if checkpoints.session.rank != 0:
+            checkpoints.end_save("")
+            return None
+        try:
+            metadata = write(state_dict, given)
+        except Exception as error:
+            checkpoints.end_save(f"{type(error).__name__}: {error}")
+            raise
+        checkpoints.end_save("")
+        return metadata
+
+    return save
+
+
+def _streamed_planner() -> Callable[[_LazyTensors, bool], Any]:
+    """Return the class of planners for ``save``; a function, since it imports torch's class."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
 
     class StreamedPlanner(DefaultSavePlanner):
         """Gathers a tensor when it is about to be written.
@@ -154,51 +194,50 @@ def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
             if self._written is not None:
                 self._written.resize_(0)
             value = super().lookup_object(index)
-            found = self._lazy.values(value)
-            self._written = storage_of(found) if self._frees and found is not value else None
-            return found
+            gathered = self._lazy.values(value)
+            self._written = storage_of(gathered) if self._frees and gathered is not value else None
+            return gathered
 
-    def write(state_dict: Mapping[str, Any], given: dict[str, Any]) -> Any:
-        writer, place = given.get("storage_writer"), given.get("checkpoint_id")
-        if writer is None and place is not None and "://" not in os.fspath(place):
-            writer = given["storage_writer"] = FileSystemWriter(place)
-        frees = type(writer) is FileSystemWriter
-        if frees:
-            vars(writer)["per_thread_copy_ahead"] = 0  # no tensor is looked up before the one before is written
-        if getattr(writer, "thread_count", 1) > 1:
-            vars(writer)["thread_count"] = 1  # tensors are gathered in this thread
-        with checkpoints.states(state_dict) as (states, lazy):
-            return original(states, planner=StreamedPlanner(lazy, frees), **_but_planner(given))
+    return StreamedPlanner
 
-    def meet(error: str) -> None:
-        """Tell the other ranks how rank 0's save has ended; they answer its requests until then."""
-        if knows_rank():
-            return  # rank 0 may be here alone
-        assert session.group is not None
-        session.check_place(_PLACE)
-        told = session.group.all_gather_bytes(error.encode())[0].decode()
-        if told and session.rank != 0:
-            raise LagomError(f"rank 0 could not write the checkpoint: {told}")
 
-    @functools.wraps(original)
-    def save(state_dict: Any, **given: Any) -> Any:
-        if not checkpoints.streams(given):
-            return original(state_dict, **given)
-        if session.rank != 0:
-            meet("")
-            return None
-        try:
-            metadata = write(state_dict, given)
-        except Exception as error:
-            meet(f"{type(error).__name__}: {error}")
-            raise
-        meet("")
-        return metadata
+def _choose_writer(given: dict[str, Any]) -> bool:
+    """Set the writer among the arguments of ``save``; return whether it writes a tensor before it asks for the next."""
+    from torch.distributed.checkpoint import FileSystemWriter
 
-    return save
+    writer, path = given.get("storage_writer"), given.get("checkpoint_id")
+    if writer is None and path is not None and "://" not in os.fspath(path):
+        writer = given["storage_writer"] = FileSystemWriter(path)
+    frees = type(writer) is FileSystemWriter
+    if frees:
+        vars(writer)["per_thread_copy_ahead"] = 0  # no tensor is looked up before the one before is written
+    if getattr(writer, "thread_count", 1) > 1:
+        vars(writer)["thread_count"] = 1  # tensors are gathered in this thread
+    return frees
 
 
 def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
+    planner = _part_planner()
+
+    @functools.wraps(original)
+    def load(state_dict: Any, **given: Any) -> Any:
+        if not checkpoints.streams(given):
+            return original(state_dict, **given)
+        with checkpoints.states(state_dict) as (states, lazy):
+            outlines = {key: value for key, value in states.items() if value is not state_dict[key]}
+            original(states, planner=planner(lazy), **_but_planner(given))
+            for key in states:
+                if key in outlines:
+                    _set_rest(state_dict[key], states[key], checkpoints, lazy)
+                elif states[key] is not state_dict[key]:
+                    state_dict[key] = states[key]
+        return None
+
+    return load
+
+
+def _part_planner() -> Callable[[_LazyTensors], Any]:
+    """Return the class of planners for ``load``; a function, since it imports torch's class."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     class PartPlanner(DefaultLoadPlanner):
@@ -211,11 +250,11 @@ def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
             """Tensors that are being read, with the number of elements that are missing, by name."""
 
         def lookup_tensor(self, index: Any) -> torch.Tensor:
-            found: torch.Tensor = super().lookup_tensor(index)
-            if self._lazy.place(found) is None:
-                return found
+            stand_in: torch.Tensor = super().lookup_tensor(index)
+            if self._lazy.place(stand_in) is None:
+                return stand_in
             if index.fqn not in self._reading:
-                self._reading[index.fqn] = torch.empty(found.shape, dtype=found.dtype), found.numel()
+                self._reading[index.fqn] = torch.empty(stand_in.shape, dtype=stand_in.dtype), stand_in.numel()
             return self._reading[index.fqn][0]
 
         def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
@@ -232,21 +271,7 @@ def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
                 sharded, number, entry = place
                 sharded.set_entry(number, entry, whole)
 
-    @functools.wraps(original)
-    def load(state_dict: Any, **given: Any) -> Any:
-        if not checkpoints.streams(given):
-            return original(state_dict, **given)
-        with checkpoints.states(state_dict) as (states, lazy):
-            outlines = {key: value for key, value in states.items() if value is not state_dict[key]}
-            original(states, planner=PartPlanner(lazy), **_but_planner(given))
-            for key in states:
-                if key in outlines:
-                    _set_rest(state_dict[key], states[key], checkpoints, lazy)
-                elif states[key] is not state_dict[key]:
-                    state_dict[key] = states[key]
-        return None
-
-    return load
+    return PartPlanner
 
 
 def _set_rest(optimizer: Optimizer, state: Mapping[str, Any], checkpoints: _Checkpoints, lazy: _LazyTensors) -> None:
