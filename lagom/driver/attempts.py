@@ -52,7 +52,7 @@ def run_attempts(
             timings.end_at("slots", history.ranks_began_at)
         return outcomes, history.failures
     except KeyboardInterrupt as error:
-        attempts.say_how_to_go_on(is_terminated=isinstance(error, Terminated))
+        attempts.say_how_to_resume(is_terminated=isinstance(error, Terminated))
         raise
     finally:
         remove_siblings(history.files)
@@ -85,7 +85,7 @@ class _Attempts:
                 self._records.goes_on(history.resumed.place)
         while isinstance(found := self._run_once(), Exception):
             if self._smaller is not None and history.loss is None and not history.has_newer_snapshot():
-                self._go_on_smaller(self._smaller, found)
+                self._continue_with_fewer_ranks(self._smaller, found)
             elif not isinstance(found, LagomError):
                 raise found
             elif isinstance(found, SnapshotError) and history.resumed is not None:
@@ -96,7 +96,7 @@ class _Attempts:
             elif history.loss is None or (self._plan.config.max_failures == 0 and history.loss.counts):
                 raise found
             elif history.loss.free_slots:
-                self._go_on_larger(history.loss.free_slots)
+                self._continue_with_more_ranks(history.loss.free_slots)
             else:
                 self._begin_again(history.loss, found)
         return found
@@ -164,7 +164,7 @@ class _Attempts:
         error.args = (text, *error.args[1:])
         return error
 
-    def say_how_to_go_on(self, *, is_terminated: bool) -> None:
+    def say_how_to_resume(self, *, is_terminated: bool) -> None:
         """Say after Ctrl-C or SIGTERM how the run goes on, if it has kept a snapshot; after SIGTERM also if not."""
         folder, how = self.history.folder, "ended by SIGTERM" if is_terminated else "interrupted"
         if folder is not None and (newest := folder.newest()) is not None:
@@ -178,7 +178,7 @@ class _Attempts:
     def _url(self) -> str | None:
         return self._records.upload.url if self._records is not None and self._records.upload is not None else None
 
-    def _go_on_larger(self, free_slots: int) -> None:
+    def _continue_with_more_ranks(self, free_slots: int) -> None:
         self.history.prepare()
         self._smaller = self._now
         slots = min(self._now.num_slots + free_slots, self._launcher.slots_again(self._plan.num_slots))
@@ -187,7 +187,7 @@ class _Attempts:
         what = f"the run {_goes_on(self.history)}, with {now.world_size} ranks"
         self._prepare(now, f"there is room for more ranks; {what}")
 
-    def _go_on_smaller(self, smaller: Plan, error: Exception) -> None:
+    def _continue_with_fewer_ranks(self, smaller: Plan, error: Exception) -> None:
         self.history.prepare()
         self._smaller = None
         what = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]

@@ -448,12 +448,12 @@ class RunView:
         if self._gathering:
             self.channel.send(task, Gather())
         elif len(self._joins) == self._num_tasks:
-            self._seat()
+            self._send_peers()
         elif len(self._joins) == 1 and self._can_gather:
             self.channel.call_later(GATHER_S, self._give_up_waiting)
         self._events.put(TaskJoined(host=message.host_name, ranks=message.ranks, cores=message.cores))
 
-    def _seat(self) -> None:
+    def _send_peers(self) -> None:
         try:
             table = peers(list(self._joins.values()), self.plan.in_clear)
         except PlanError as error:

@@ -108,7 +108,7 @@ class Upload:
             Exception: the file system's error in the first copy.
         """
         self.send_changes()
-        self._thread = threading.Thread(target=self._go_on, name="lagom-records", daemon=True)
+        self._thread = threading.Thread(target=self._send_until_over, name="lagom-records", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -162,7 +162,7 @@ class Upload:
         """Return whether ``path`` is a complete record; not a partial file, nor a snapshot (see ``SnapshotCopies``)."""
         return path != self.folder and not path.name.startswith(".") and self.folder / SNAPSHOTS not in path.parents
 
-    def _go_on(self) -> None:
+    def _send_until_over(self) -> None:
         pause_s, said = EVERY_S, False
         while not self._over.wait(pause_s):
             began = time.monotonic()

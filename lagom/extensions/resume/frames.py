@@ -190,7 +190,7 @@ class ProgramFrames:
             assert function is not None
             if isinstance(function, ast.Module):
                 code = script_code(source, node, call is None)
-                call = functools.partial(_go_on, code, module(state.module), state.values, call)
+                call = functools.partial(_run_rest_of_script, code, module(state.module), state.values, call)
                 continue
             code = continuation_code(source, function, node, call is None, list(state.values), list(state.cells))
             closure = tuple(state.cells[name] for name in code.co_freevars)
@@ -201,7 +201,7 @@ class ProgramFrames:
         return call
 
 
-def _go_on(
+def _run_rest_of_script(
     code: types.CodeType, variables: dict[str, Any], kept: dict[str, Any], call: Callable[[], Any] | None
 ) -> None:
     """Run the rest of a script."""

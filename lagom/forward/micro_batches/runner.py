@@ -44,7 +44,7 @@ class MicroBatchRunner:
         """Return the concatenated outputs of all micro-batches; of outputs without rows, the first.
 
         Raises:
-            OtherWayError: when the forward takes another way than in its probe.
+            BranchMismatchError: when the forward takes another way than in its probe.
             LagomError: when a micro-batch gives other outputs, or draws other amounts of random numbers.
         """
         begun = random_states()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.forward.micro_batches.runner import MicroBatchRunner
-from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.draws import BranchMismatchError
 from lagom.forward.rows.module_tree import ModuleTree, call_kind
 from lagom.forward.rows.probe import probe
 from lagom.forward.rows.restore import SMALL
@@ -73,9 +73,9 @@ class MicroBatches:
             begun = random_states()
             try:
                 return self._runner.outputs(candidate, found, min(self._num, candidate.rows))
-            except OtherWayError:
+            except BranchMismatchError:
                 set_random_states(begun)
-                found.reason = WholeReason.OTHER_WAY.filled()
+                found.reason = WholeReason.OTHER_BRANCH.filled()
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
