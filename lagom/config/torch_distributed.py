@@ -178,11 +178,11 @@ class TorchDistributedConfig(ExtensionSettings):
         if self.train_set is not None or self.test_set is not None:
             raise ValueError("dataset=[train_set, test_set] replaces train_set and test_set; give one or the other")
         if not isinstance(self.dataset, (list, tuple)) or len(self.dataset) != 2:
-            found = type(self.dataset).__name__
+            given = type(self.dataset).__name__
             if isinstance(self.dataset, (list, tuple)):
-                found += f" of {len(self.dataset)}"
+                given += f" of {len(self.dataset)}"
             raise ValueError(
-                f"dataset is a {found}; want the list [train_set, test_set], or train_set= for one data set alone"
+                f"dataset is a {given}; want the list [train_set, test_set], or train_set= for one data set alone"
             )
 
     def _check_numbers(self) -> None:

@@ -83,23 +83,23 @@ class _Attempts:
             self._say(f"the run continues from {history.resumed.place}")
             if self._records is not None:
                 self._records.goes_on(history.resumed.place)
-        while isinstance(found := self._run_once(), Exception):
+        while isinstance(result := self._run_once(), Exception):
             if self._smaller is not None and history.loss is None and not history.has_newer_snapshot():
-                self._continue_with_fewer_ranks(self._smaller, found)
-            elif not isinstance(found, LagomError):
-                raise found
-            elif isinstance(found, SnapshotError) and history.resumed is not None:
+                self._continue_with_fewer_ranks(self._smaller, result)
+            elif not isinstance(result, LagomError):
+                raise result
+            elif isinstance(result, SnapshotError) and history.resumed is not None:
                 if not history.failures:
-                    raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
-                self._say(f"{found}: the run restarts from the beginning")
+                    raise result  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
+                self._say(f"{result}: the run restarts from the beginning")
                 history.give_up_snapshots()
             elif history.loss is None or (self._plan.config.max_failures == 0 and history.loss.counts):
-                raise found
+                raise result
             elif history.loss.free_slots:
                 self._continue_with_more_ranks(history.loss.free_slots)
             else:
-                self._begin_again(history.loss, found)
-        return found
+                self._begin_again(history.loss, result)
+        return result
 
     def _run_once(self) -> list[Outcome] | Exception:
         """Return the outcomes of an attempt, or its LagomError; a loss is then in the history.

@@ -422,8 +422,8 @@ class RunView:
             return
         for text in self._processes.look():
             self._events.put(Warned(text=text))
-        if (found := self._processes.overdue()) is not None:
-            pid, rank, text = found
+        if (overdue := self._processes.overdue()) is not None:
+            pid, rank, text = overdue
             self._lost.append(StallError(text, rank))
             self.stop()
             kill_unless_needed(pid, rank)

@@ -236,15 +236,15 @@ class _Backwards:
         session.clock.switch(EXCHANGE)
         inner, self._pending = self._pending, None
         self.divergence.count_step()
-        found = None
+        collected = None
         if inner is None and not self._replicas.skip(cached.layout):
-            found = cached.collect_gradients(leaves)
+            collected = cached.collect_gradients(leaves)
             place = encode_batch(session.position)
-            if found is None or not self._gradient_averager.reduce_cached(cached.layout, found, place):
+            if collected is None or not self._gradient_averager.reduce_cached(cached.layout, collected, place):
                 inner = self._take_pending(leaves)
         if inner is not None:
             inner.restore_hooks()
-            self._finish(inner, create_graph=False, is_counted=True, differs=found is not None)
+            self._finish(inner, create_graph=False, is_counted=True, differs=collected is not None)
             session.record_backward()
             return result
         session.distributed_part = session.distributed_part or "a backward ran"

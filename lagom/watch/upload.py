@@ -74,15 +74,15 @@ class Upload:
             LagomError: if nothing here can read such URLs.
             Exception: the file system's error.
         """
-        found = cls.__new__(cls)
+        copied = cls.__new__(cls)
         try:
-            found._open(url, "")
+            copied._open(url, "")
         except ImportError as error:
             kind = url.partition(":")[0]
             raise LagomError(f"{kind}: cannot be read here: {error}; install what fsspec needs for it") from error
-        if not found.file_system.exists(f"{found.root}/{RUN}"):
-            raise ValueError(f"there is no run at {found.url}")
-        return found
+        if not copied.file_system.exists(f"{copied.root}/{RUN}"):
+            raise ValueError(f"there is no run at {copied.url}")
+        return copied
 
     def _open(self, url: str, name: str) -> None:
         before, mark, after = url.partition("?")

@@ -64,13 +64,13 @@ class _Checkpoints:
         In the block, the ``state_dict()`` of a module is not copied to the CPU.
         """
         lazy = _LazyTensors(self)
-        found = {key: self._state_of(value, lazy) for key, value in state_dict.items()}
+        replaced_states = {key: self._state_of(value, lazy) for key, value in state_dict.items()}
         if self.weights is None:
-            yield found, lazy
+            yield replaced_states, lazy
             return
         before, self.weights.is_streamed = self.weights.is_streamed, True
         try:
-            yield found, lazy
+            yield replaced_states, lazy
         finally:
             self.weights.is_streamed = before
 

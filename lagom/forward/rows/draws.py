@@ -222,13 +222,13 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
     These contain no other containers, and ``tree_flatten``, which knows all containers, takes ten times as long.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple, dict)):
-            found += tensors_in(value.values() if isinstance(value, dict) else value)
-    return found
+            tensors += tensors_in(value.values() if isinstance(value, dict) else value)
+    return tensors
 
 
 def written_tensors(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -240,8 +240,8 @@ class Slicer:
         """
         while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
             parts = map(candidate.cut_leaves, row_block(0, self._group.world_size, candidate.rows).all_blocks)
-            found = finding.input_reads.combine(parts, candidate.inside)
-            if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
+            combined = finding.input_reads.combine(parts, candidate.inside)
+            if combined == finding.input_reads.values or not self._knows_shapes(finding, candidate):
                 break
             kind = kind._replace(way=kind.way + 1)
             if kind.way >= _MAX_READ_WAYS:
@@ -382,8 +382,8 @@ class Slicer:
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
         own = "" if finding.reason is None else f"{finding.reason.reason.name}:{finding.reason.text}"
-        found = self._group.all_gather_bytes(f"{any(finding.turned)} {own}".encode())
-        texts = [one.decode().partition(" ")[::2] for one in found]
+        gathered = self._group.all_gather_bytes(f"{any(finding.turned)} {own}".encode())
+        texts = [one.decode().partition(" ")[::2] for one in gathered]
         if len({is_turned for is_turned, _ in texts}) > 1:
             texts = [("", f"{WholeReason.OTHER_OUTPUTS.name}:{WholeReason.OTHER_OUTPUTS.text}")]
         member, _, text = next(filter(None, [one for _, one in texts]), "").partition(":")

@@ -238,8 +238,8 @@ def sample_bytes(tensor: torch.Tensor) -> bytes:
     # numpy takes a seventh of the time that torch takes for so few elements.
     if tensor.dtype in _NUMPY_TYPES and tensor.is_contiguous() and not tensor.is_neg():
         values = tensor.detach().numpy().reshape(-1)
-        found: bytes = values[:: max(1, len(values) // 61)][:64].tobytes()
-        return found
+        sample: bytes = values[:: max(1, len(values) // 61)][:64].tobytes()
+        return sample
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
     some = flat[:: max(1, len(flat) // 61)][:64]
     # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.

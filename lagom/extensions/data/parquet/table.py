@@ -281,14 +281,14 @@ def _deleted(
     Raises:
         DataError: if a deletion vector names a row that its file does not have.
     """
-    found = {number: told[file.name] for number, file in enumerate(files) if file.name in told}
-    for number, rows in found.items():
+    deleted = {number: told[file.name] for number, file in enumerate(files) if file.name in told}
+    for number, rows in deleted.items():
         if len(rows) and rows[-1] >= footers[number].metadata.num_rows:
             raise DataError(
                 f"the deletion vector of {files[number].path} names row {rows[-1]}, and the file has "
                 f"{footers[number].metadata.num_rows} rows: the log and the file do not belong together"
             )
-    return {number: rows for number, rows in found.items() if len(rows)}
+    return {number: rows for number, rows in deleted.items() if len(rows)}
 
 
 def _footers(home: Any, files: list[DataFile], stamps: FileVersions, mapped: MappedColumns | None) -> list[Footer]:

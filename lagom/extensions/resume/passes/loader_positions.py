@@ -258,7 +258,7 @@ def _restart_with_workers(iterator: Any, position: LoaderPosition, rank: Rank, *
     states = position.workers.ended or [note.state for note in firsts]
     is_same = not any(states) or set_workers(iterator, states)
     if not position.ended:
-        checks = [note for found in position.workers.notes for note in found]
+        checks = [note for notes in position.workers.notes for note in notes]
         is_same &= replay(iterator, firsts, checks, position.taken, rank.made_batch)
     return rank.agree(is_same)
 
