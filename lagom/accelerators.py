@@ -41,16 +41,16 @@ def current_accelerator() -> torch.device | None:
     Kinds that lagom does not use count as none.
     """
     try:
-        found = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none
-        found = None
-    if found is None:  # a backend that is written in Python alone may be unknown to torch's C++ part
+        device = None
+    if device is None:  # a backend that is written in Python alone may be unknown to torch's C++ part
         name = torch._C._get_privateuse1_backend_name()
-        found = torch.device(name) if hasattr(torch, name) else None
-    if found is not None and found.type != NVIDIA and (torch.version.cuda or torch.version.hip):
+        device = torch.device(name) if hasattr(torch, name) else None
+    if device is not None and device.type != NVIDIA and (torch.version.cuda or torch.version.hip):
         # torch prefers the kind of a package even on a machine that has none of its devices.
-        found = found if device_module(found).is_available() else torch.device(NVIDIA)
-    return None if found is not None and found.type in _UNUSED else found
+        device = device if device_module(device).is_available() else torch.device(NVIDIA)
+    return None if device is not None and device.type in _UNUSED else device
 
 
 def available_accelerator() -> torch.device | None:

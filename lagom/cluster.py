@@ -154,8 +154,8 @@ def other_kind() -> str | None:
     if torch is None:
         return _listed_by_torch().kind if _may_serve_others() else None
     with contextlib.suppress(AttributeError, RuntimeError):  # as when torch is being imported, and in torch 2.6
-        found = torch.accelerator.current_accelerator()
-        return str(found.type) if found is not None and found.type not in (NVIDIA, "mps") else None
+        accelerator = torch.accelerator.current_accelerator()
+        return str(accelerator.type) if accelerator is not None and accelerator.type not in (NVIDIA, "mps") else None
     return None
 
 

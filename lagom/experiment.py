@@ -72,8 +72,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     """
     for extension in EXTENSIONS:
         if (runs := extension.runs_config(config)) is not None:
-            found: Result | SearchResult = runs(train, config)
-            return found
+            result: Result | SearchResult = runs(train, config)
+            return result
     if isinstance(config, TrialsConfig):
         raise LagomError(f"this installation of lagom has no extension that runs trials of {type(config).__name__}")
     timings = Timings()

@@ -57,6 +57,8 @@ class Extension:
 
     name = ""
     """Name of the folder in ``lagom/extensions``."""
+    settings: type[Settings] = Settings
+    """Class of the fields that the extension adds to the config; ``Settings`` itself for none."""
     messages = ""
     """Name of the module with the extension's messages; "" without one."""
     served_packages: tuple[str, ...] = ()

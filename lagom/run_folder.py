@@ -41,8 +41,8 @@ class FolderReference:
         for place in (self.pinned, self.path) if is_here else (self.path,):
             with suppress(OSError):
                 folder = RunFolder(self.path, place)
-                found = os.fstat(folder.fd)
-                if not is_here or (found.st_dev, found.st_ino) == (self.device, self.inode):
+                status = os.fstat(folder.fd)
+                if not is_here or (status.st_dev, status.st_ino) == (self.device, self.inode):
                     return folder
                 folder.close()
         raise FileNotFoundError(f"{self.path} is not there, or is another folder than when the run began")

@@ -83,7 +83,8 @@ def _own_texts(cls: type) -> dict[str, str]:
     with contextlib.suppress(OSError, TypeError):
         with open(sys.modules[cls.__module__].__file__ or "", encoding="utf-8") as file:
             tree = ast.parse(file.read())
-        (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+        classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+        body = classes.get(cls.__name__, [])
         for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 texts[ast.unparse(field.target)] = str(text.value.value)

@@ -1,4 +1,4 @@
-"""The settings of the extensions, which tests of the trunk get as parameters too."""
+"""The settings of extensions that tests of the trunk get as parameters too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ SETTINGS = {
     "timeline": "observe",
     "debug": "observe",
 }
-"""The extension of each setting, also of an extension that has been removed."""
+"""The extension of each of these settings, also of an extension that has been removed."""
 INSTALLED = {path.parent.name for path in (ROOT / "lagom" / "extensions").glob("*/__init__.py")}
 """Names of the extensions."""

@@ -30,7 +30,7 @@ from lagom.disk.install import knows_rank
 from lagom.patching.replace import replaced
 from lagom.program.unreadable_data import unreadable
 from lagom.run_state.batch_contents import count_samples
-from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
+from lagom.run_state.loader_pass import FEWER_ROWS, BatchShare, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
 from lagom.watch.spans import COPY
 from lagom.watch.step_clock import LOADING_PARTS, OUTSIDE
@@ -235,11 +235,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
             clock.ask(OUTSIDE)
-            session.end_pass(current)
-            if (exhausted := session.events.pass_exhausted.call) is not None:
-                exhausted(self)
-            if session.may_meet:
-                session.evaluation_passes.end_pass(current)
+            _end_pass(session, current, self)
             raise
         except Exception:
             # The batch is lost, unless the wait for the workers failed, as by a timeout: then the batch may still come.
@@ -254,21 +250,34 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         if moved is not None:
             data = moved(data, session.device)
         if current.training:
-            if share is not None:
-                if not current.own:
-                    share.step = current.step + 1
-                if not torch.is_grad_enabled():
-                    session.say_once(_GRADIENTS_OFF)
-                session.tensors.batch_tracker.remember(data, share)
-                share.num_rows = 0 if data is None else count_samples(data)
-                if share.num_rows < share.num_mine and has_fewer_rows(data, share):
-                    session.say_once(FEWER_ROWS)
-            session.record_batch(current, share, count_samples(data) if share is None else share.num_mine)
+            _record_batch(session, current, data, share)
         else:
             session.record_evaluation(current)
         return data
 
     return next_batch
+
+
+def _end_pass(session: Session, current: LoaderPass, iterator: Any) -> None:
+    session.end_pass(current)
+    if (exhausted := session.events.pass_exhausted.call) is not None:
+        exhausted(iterator)
+    if session.may_meet:
+        session.evaluation_passes.end_pass(current)
+
+
+def _record_batch(session: Session, current: LoaderPass, data: Any, share: BatchShare | None) -> None:
+    """Record a batch of a training pass, and this rank's share of it."""
+    if share is not None:
+        if not current.own:
+            share.step = current.step + 1
+        if not torch.is_grad_enabled():
+            session.say_once(_GRADIENTS_OFF)
+        session.tensors.batch_tracker.remember(data, share)
+        share.num_rows = 0 if data is None else count_samples(data)
+        if share.num_rows < share.num_mine and has_fewer_rows(data, share):
+            session.say_once(FEWER_ROWS)
+    session.record_batch(current, share, count_samples(data) if share is None else share.num_mine)
 
 
 def _mover(session: Session) -> Callable[[Any, torch.device], Any]:

@@ -66,9 +66,9 @@ class ShardedCollate:
         if how == _PER_RANK:
             step = self._batch_size
             groups = [samples[start : start + step] for start in range(0, len(samples), step)]
-            found = split_batch_group(groups, self._rank, self._world_size, drop_last=False)
-            assert found is not None
-            mine, share = found
+            own_part = split_batch_group(groups, self._rank, self._world_size, drop_last=False)
+            assert own_part is not None
+            mine, share = own_part
         else:
             mine, share = split_batch(samples, self._rank, self._world_size)
         data = self._collate_share(mine) if training or share.num_mine else None

@@ -36,9 +36,9 @@ def digest(sample: Any, *, exact: bool = False) -> bytes:
         exact: all items of containers, all digits and all elements count. Of the order of elements only some changes
             show, since elements are summed.
     """
-    found = hashlib.blake2b(digest_size=8)
-    _add_value(found, sample, exact)
-    return found.digest()
+    hasher = hashlib.blake2b(digest_size=8)
+    _add_value(hasher, sample, exact)
+    return hasher.digest()
 
 
 class SampleComparison:

@@ -117,8 +117,8 @@ class SelfShardedSource:
             self._session.say_once(_NOT_COUNTED)
             return share
         count = count_rows(data) if share.num_mine else 0
-        found, _ = self._agree_on_share(share.num_mine if count is None else count)
-        return share if found is None or not found.num_all else found
+        agreed, _ = self._agree_on_share(share.num_mine if count is None else count)
+        return share if agreed is None or not agreed.num_all else agreed
 
     def _agree_on_share(self, num_mine: int) -> tuple[BatchShare | None, int]:
         """Return this rank's share (None if no rank has a batch) and how many ranks never had one; a collective."""

@@ -210,13 +210,13 @@ def _bounds(name: str, kind: str, values: list[Any]) -> list[Any]:
             f"{name} is of type {kind} with {len(values)} values; want the lowest and the highest, or for values to "
             f'choose from ("DISCRETE", {values!r})'
         )
-    found = [_number(name, kind, value) for value in values]
-    if found[0] >= found[1]:
+    ends = [_number(name, kind, value) for value in values]
+    if ends[0] >= ends[1]:
         raise ValueError(
-            f"{name} goes from {found[0]} to {found[1]}; the first must be less than the second, and a value that is "
+            f"{name} goes from {ends[0]} to {ends[1]}; the first must be less than the second, and a value that is "
             "not searched belongs into hparams"
         )
-    return found
+    return ends
 
 
 def _number(name: str, kind: str, value: Any) -> Any:

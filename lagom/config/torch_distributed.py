@@ -7,10 +7,9 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-from lagom.extension import Settings
-from lagom.extensions.registry import ExtensionSettings
+from lagom.extensions.registry import EXTENSIONS, ExtensionSettings
 from lagom.settings import check_one_of, explain_fields, is_int, is_seconds
 
 Launcher = Literal["auto", "spark", "local", "inline"]
@@ -142,8 +141,8 @@ class TorchDistributedConfig(ExtensionSettings):
         self._check_data()
         self._check_numbers()
         self._check_texts()
-        for settings in ExtensionSettings.__bases__:
-            cast(type[Settings], settings).check(self)
+        for extension in EXTENSIONS:
+            extension.settings.check(self)
 
     def _check_micro_batches(self) -> None:
         num = self.micro_batches
@@ -179,11 +178,11 @@ class TorchDistributedConfig(ExtensionSettings):
         if self.train_set is not None or self.test_set is not None:
             raise ValueError("dataset=[train_set, test_set] replaces train_set and test_set; give one or the other")
         if not isinstance(self.dataset, (list, tuple)) or len(self.dataset) != 2:
-            found = type(self.dataset).__name__
+            given = type(self.dataset).__name__
             if isinstance(self.dataset, (list, tuple)):
-                found += f" of {len(self.dataset)}"
+                given += f" of {len(self.dataset)}"
             raise ValueError(
-                f"dataset is a {found}; want the list [train_set, test_set], or train_set= for one data set alone"
+                f"dataset is a {given}; want the list [train_set, test_set], or train_set= for one data set alone"
             )
 
     def _check_numbers(self) -> None:

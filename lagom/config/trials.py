@@ -6,12 +6,11 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from lagom.config.metric_names import is_smaller_better
 from lagom.config.torch_distributed import TorchDistributedConfig
-from lagom.extension import Settings
-from lagom.extensions.registry import ExtensionSettings
+from lagom.extensions.registry import EXTENSIONS
 from lagom.settings import explain_fields
 
 Direction = Literal["min", "max", "minimize", "maximize"]
@@ -61,8 +60,8 @@ class TrialsConfig(TorchDistributedConfig):
                 f"world_size is {self.world_size}; in a search say ranks_per_trial={self.world_size}, the ranks of "
                 "each trial, and num_slots for how many trials run at a time"
             )
-        for settings in ExtensionSettings.__bases__:
-            cast(type[Settings], settings).check_trials(self)
+        for extension in EXTENSIONS:
+            extension.settings.check_trials(self)
         TorchDistributedConfig.__post_init__(self)
         self._check_metric()
         self._check_counts()

@@ -32,9 +32,9 @@ class FirstRankCalls(FileCalls):
         """Called with a path before each change of its name or content, unless lagom leaves the path alone."""
 
     def replacements(self) -> dict[str, Any]:
-        found = {name: self._noting(name, self._note_name) for name in _NAMING}
-        found |= {name: self._noting(name, self._note_renaming) for name in ("rename", "replace")}
-        found |= {
+        wrapped = {name: self._noting(name, self._note_name) for name in _NAMING}
+        wrapped |= {name: self._noting(name, self._note_renaming) for name in ("rename", "replace")}
+        wrapped |= {
             "truncate": self._noting("truncate", lambda path, *_, **__: self._note(path, None, True, "content")),
             "link": self._noting("link", self._note_linking),
             "symlink": self._noting("symlink", lambda src, dst, *args, **at: self._note_name(dst, **at)),
@@ -42,7 +42,7 @@ class FirstRankCalls(FileCalls):
             "listdir": self._sorting("listdir", lambda names: names, str),
             "scandir": self._sorting("scandir", Scan, lambda entry: entry.name),
         }
-        return found | {"io.open": self.io_open(found["open"])}
+        return wrapped | {"io.open": self.io_open(wrapped["open"])}
 
     def free(self, path: str) -> None:
         self._journal.log.add("free", path)

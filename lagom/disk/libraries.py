@@ -140,12 +140,12 @@ def loaded() -> list[Library]:
     dl_iterate_phdr could deadlock: it would call Python while it holds a lock, and an import that holds the GIL may
     wait for that lock.
     """
-    found, address = list[Library](), _LIBC._handle
+    libraries, address = list[Library](), _LIBC._handle
     while address:
         entry = _LinkMap.from_address(address)
-        found.append(Library(entry.base, (entry.name or b"").decode(errors="replace")))
+        libraries.append(Library(entry.base, (entry.name or b"").decode(errors="replace")))
         address = entry.next
-    return found
+    return libraries
 
 
 @functools.cache
@@ -264,12 +264,12 @@ class _Functions:
 
     def by_name(self, reads: bool) -> dict[str, Any]:
         """Return the functions that this libc has, in a form that C code can call."""
-        found: dict[str, tuple[int, Callable[..., Any]]] = dict(self._changing())
+        wrappers: dict[str, tuple[int, Callable[..., Any]]] = dict(self._changing())
         if reads:
-            found |= {name: (at, self._looking(name, at)) for name, at in _READS.items()}
-            found |= {"opendir": (0, self._opendir), "realpath": (0, self._realpath)}
+            wrappers |= {name: (at, self._looking(name, at)) for name, at in _READS.items()}
+            wrappers |= {"opendir": (0, self._opendir), "realpath": (0, self._realpath)}
         made = {}
-        for name, (at, function) in found.items():
+        for name, (at, function) in wrappers.items():
             for variant in (name, name + "64"):
                 if hasattr(self._libc, variant):
                     made[variant] = self._made(variant, at, function)

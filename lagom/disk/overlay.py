@@ -238,10 +238,10 @@ class Overlay(View):
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) and flags & _UNNAMED != _UNNAMED
         if not writes or self.goes_real(key):
             return self.read(key, lambda place: os.open(place, flags, mode), os.close)
-        found = self.mode(key)
-        if flags & os.O_CREAT and (not found or flags & os.O_EXCL):
+        entry_mode = self.mode(key)
+        if flags & os.O_CREAT and (not entry_mode or flags & os.O_EXCL):
             return int(self.make(key, lambda place: os.open(place, flags, mode)))
-        if not stat.S_ISREG(found) or self.is_own(key):
+        if not stat.S_ISREG(entry_mode) or self.is_own(key):
             # A pipe or a device of the real disk is opened itself, and so is the rank's own file; the system refuses to
             # open a directory for writing.
             return self.read(key, lambda place: os.open(place, flags & ~os.O_CREAT, mode), os.close)

@@ -56,7 +56,7 @@ def run_attempts(
             timings.end_at("slots", history.ranks_began_at)
         return outcomes, history.failures
     except KeyboardInterrupt as error:
-        attempts.say_how_to_go_on(is_terminated=isinstance(error, Terminated))
+        attempts.say_how_to_resume(is_terminated=isinstance(error, Terminated))
         raise
     finally:
         termination.leave = lambda: True  # what is left to do is to record the end
@@ -95,27 +95,27 @@ class _Attempts:
             self._say(f"the run continues from {history.resumed.place}")
             if self._records is not None:
                 self._records.goes_on(history.resumed.place)
-        while isinstance(found := self._run_once(), Exception):
+        while isinstance(result := self._run_once(), Exception):
             if self._smaller is not None and history.loss is None and not history.has_newer_snapshot():
-                self._go_on_smaller(self._smaller, found)
-            elif not isinstance(found, LagomError):
-                raise found
-            elif isinstance(found, SnapshotError) and history.resumed is not None:
+                self._continue_with_fewer_ranks(self._smaller, result)
+            elif not isinstance(result, LagomError):
+                raise result
+            elif isinstance(result, SnapshotError) and history.resumed is not None:
                 if not history.failures:
-                    raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
-                self._say(f"{found}: the run restarts from the beginning")
+                    raise result  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
+                self._say(f"{result}: the run restarts from the beginning")
                 history.give_up_snapshots()
             elif history.loss is None or (self._plan.config.max_failures == 0 and history.loss.counts):
-                raise found
+                raise result
             elif self._termination.is_told:
-                raise Terminated from found  # the signal came while the attempt was ending
+                raise Terminated from result  # the signal came while the attempt was ending
             elif history.loss.free_slots:
-                self._go_on_larger(history.loss.free_slots)
+                self._continue_with_more_ranks(history.loss.free_slots)
             else:
-                self._begin_again(history.loss, found)
+                self._begin_again(history.loss, result)
         if self._termination.is_told:
             self._say("ended by SIGTERM, after it had returned")
-        return found
+        return result
 
     def _run_once(self) -> list[Outcome] | Exception:
         """Return the outcomes of an attempt, or its LagomError; a loss is then in the history.
@@ -182,7 +182,7 @@ class _Attempts:
         error.args = (text, *error.args[1:])
         return error
 
-    def say_how_to_go_on(self, *, is_terminated: bool) -> None:
+    def say_how_to_resume(self, *, is_terminated: bool) -> None:
         """Say after Ctrl-C or SIGTERM how the run goes on, if it has kept a snapshot; after SIGTERM also if not."""
         folder, how = self.history.folder, "ended by SIGTERM" if is_terminated else "interrupted"
         if folder is not None and (newest := folder.newest()) is not None:
@@ -197,7 +197,7 @@ class _Attempts:
     def _url(self) -> str | None:
         return self._records.upload.url if self._records is not None and self._records.upload is not None else None
 
-    def _go_on_larger(self, free_slots: int) -> None:
+    def _continue_with_more_ranks(self, free_slots: int) -> None:
         self.history.prepare()
         self._smaller = self._now
         slots = min(self._now.num_slots + free_slots, self._launcher.slots_again(self._plan.num_slots))
@@ -206,7 +206,7 @@ class _Attempts:
         what = f"the run {_goes_on(self.history)}, with {now.world_size} ranks"
         self._prepare(now, f"there is room for more ranks; {what}")
 
-    def _go_on_smaller(self, smaller: Plan, error: Exception) -> None:
+    def _continue_with_fewer_ranks(self, smaller: Plan, error: Exception) -> None:
         self.history.prepare()
         self._smaller = None
         what = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]

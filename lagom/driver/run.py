@@ -428,8 +428,8 @@ class RunView:
             return
         for text in self._processes.look():
             self._events.put(Warned(text=text))
-        if (found := self._processes.overdue()) is not None:
-            pid, rank, text = found
+        if (overdue := self._processes.overdue()) is not None:
+            pid, rank, text = overdue
             self._lost.append(StallError(text, rank))
             self.stop()
             kill_unless_needed(pid, rank)
@@ -454,12 +454,12 @@ class RunView:
         if self._gathering:
             self.channel.send(task, Gather())
         elif len(self._joins) == self._num_tasks:
-            self._seat()
+            self._send_peers()
         elif len(self._joins) == 1 and self._can_gather:
             self.channel.call_later(GATHER_S, self._give_up_waiting)
         self._events.put(TaskJoined(host=message.host_name, ranks=message.ranks, cores=message.cores))
 
-    def _seat(self) -> None:
+    def _send_peers(self) -> None:
         try:
             table = peers(list(self._joins.values()), self.plan.in_clear)
         except PlanError as error:

@@ -82,7 +82,7 @@ def _load() -> Any:
     if os.environ.get("LAGOM_NATIVE") == "0":
         return "LAGOM_NATIVE is 0"
     try:
-        found = importlib.import_module("lagom._native")
+        module = importlib.import_module("lagom._native")
     except ImportError as error:
         if error.path:  # the extension is there, but needs a newer system
             return f"{UNUSABLE} cannot be loaded here: {error}"
@@ -91,6 +91,6 @@ def _load() -> Any:
         if built:
             return f"{UNUSABLE} is for {', '.join(built)}, and this Python is {here}"
         return "lagom was installed without its compiled part"
-    if getattr(found, "VERSION", None) != _VERSION:
+    if getattr(module, "VERSION", None) != _VERSION:
         return f"{UNUSABLE} is of another version of lagom"
-    return found
+    return module

@@ -104,14 +104,14 @@ class SealedStore:
         while True:
             waited_s = time.monotonic() - start
             is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
-            found: bytes | None = None
+            value: bytes | None = None
             if self._wait is not None:
                 seconds = 0.0 if is_last else pause_s if unless else max(0.0, timeout_s - waited_s)
-                found = self._wait(_place(name), seconds)
+                value = self._wait(_place(name), seconds)
             elif self.check(name):
-                found = self._store.get(_place(name))
-            if found is not None:
-                return found
+                value = self._store.get(_place(name))
+            if value is not None:
+                return value
             if is_last:
                 raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
             if self._wait is None:

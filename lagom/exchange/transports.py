@@ -124,13 +124,13 @@ class Transports:
         if self._fast is None:
             self._fast = ()
             if self._shares_memory:
-                found = connect_memory(self._rank, self._all_gather, self._ip, self._timeout_s, 2, self._credentials)
-                if not isinstance(found, str):
-                    self._fast, self.memory = found, found[0].memory
-                    self._opened += found
+                parts = connect_memory(self._rank, self._all_gather, self._ip, self._timeout_s, 2, self._credentials)
+                if not isinstance(parts, str):
+                    self._fast, self.memory = parts, parts[0].memory
+                    self._opened += parts
                 elif self._rank == 0 and not self.has_gpus:
-                    level = logging.WARNING if found.startswith(UNUSABLE) else logging.INFO
-                    log.log(level, "CPU tensors are not exchanged through shared memory: %s", found)
+                    level = logging.WARNING if parts.startswith(UNUSABLE) else logging.INFO
+                    log.log(level, "CPU tensors are not exchanged through shared memory: %s", parts)
         return self._fast
 
     def messages(self) -> Messages:
@@ -233,10 +233,10 @@ def connect_memory(
     Raises:
         OSError, RuntimeError: when a rank ends during the call, or cannot be reached.
     """
-    found = shared(rank, all_gather, timeout_s, number, credentials.key)
-    if isinstance(found, str):
-        return found
-    homes, near = found
+    transport = shared(rank, all_gather, timeout_s, number, credentials.key)
+    if isinstance(transport, str):
+        return transport
+    homes, near = transport
     if len(homes) > 1:
         from lagom.exchange.hosts import connect_hosts
 

@@ -1,4 +1,12 @@
-"""The extensions of lagom, in the order in which a run enters them, and the fields that they add to the config."""
+"""The extensions of lagom, a line for each, and the fields that they add to the config.
+
+An import line below is all that adds an extension. Type checkers know a base class only by its name in a class
+statement, not from a list: so that mypy and editors know the fields in ``TorchDistributedConfig(...)`` and
+``config.field``, the line also imports the class with the settings, which ``ExtensionSettings`` names a second time for
+them. At run time the bases come from ``Extension.settings``.
+"""
+
+# ruff: noqa: F401 -- EXTENSIONS has what is imported here
 
 from __future__ import annotations
 
@@ -7,27 +15,41 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError
-from lagom.extension import Extension
+from lagom.extension import Extension, Settings
+
+# In the order in which a run enters them. Resume comes after Zero, whose shards are in snapshots, and before Data: it
+# opens the snapshots that files of DataFrames are kept for.
+# isort: off
 from lagom.extensions.compat import Compat
-from lagom.extensions.data import Data
-from lagom.extensions.observe import Observe, ObserveSettings
-from lagom.extensions.resume import Resume, ResumeSettings
 from lagom.extensions.search import Search
-from lagom.extensions.verify import Verify, VerifySettings
 from lagom.extensions.zero import Zero, ZeroSettings
+from lagom.extensions.resume import Resume, ResumeSettings
+from lagom.extensions.data import Data
+from lagom.extensions.verify import Verify, VerifySettings
+from lagom.extensions.observe import Observe, ObserveSettings
+# isort: on
 
 if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.run_folder import RunFolder
 
-EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Zero(), Resume(), Data(), Observe(), Verify())
-"""Resume comes after Zero, whose shards are in snapshots, and before Data: it opens the snapshots that files of
-DataFrames are kept for."""
+EXTENSIONS: tuple[Extension, ...] = tuple(
+    imported()
+    for imported in list(vars().values())
+    if isinstance(imported, type) and issubclass(imported, Extension) and imported is not Extension
+)
+"""One instance of each extension, in the order of the imports above."""
 
+if TYPE_CHECKING:
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSettings):
-    """Fields of the config that extensions define."""
+    class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSettings):
+        """Fields of the config that extensions define, as type checkers and editors know them."""
+
+else:
+
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class ExtensionSettings(*(each.settings for each in EXTENSIONS if each.settings is not Settings)):
+        """Fields of the config that extensions define."""
 
 
 def host_server(plan: Plan) -> Callable[..., None] | None:

@@ -137,39 +137,40 @@ class _ForwardState:
 
 def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
-    session, streams = forwards.session, forwards.streams
-    follower = None
-    if is_accelerator(session.device):
-        from lagom.run_state.device_moves import InputFollower  # for ranks with an accelerator only
-
-        follower = InputFollower(session.device)
-    may_slice = session.world_size > 1 and (
-        session.config.batches == "whole" or session.config.evaluation == "gathered"
-    )
     micro = None
-    if session.config.micro_batches is not None:
+    if forwards.session.config.micro_batches is not None:
         from lagom.forward.micro_batches.split_forward import MicroBatches
 
-        micro = MicroBatches(session, original, forwards.within)
+        micro = MicroBatches(forwards.session, original, forwards.within)
     run = original if micro is None else micro.call
-    slicer = Slicer(session, run, forwards.outside) if may_slice else None
-    slices_training = session.config.batches == "whole"
-    several = session.world_size > 1
-    spans, begun, clock = session.spans, session.events.forward_begun, session.clock
+    call_outermost = _make_outermost_call(forwards, run)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
             if micro is not None and micro.descends and not torch.compiler.is_dynamo_compiling():
                 return run(module, *args, **kwargs)
             return original(module, *args, **kwargs)
+        return call_outermost(module, args, kwargs)
+
+    return call
+
+
+def _make_outermost_call(forwards: _ForwardState, run: Callable[..., Any]) -> Callable[..., Any]:
+    session, follow = forwards.session, _input_follower(forwards.session)
+    several, slices_training = session.world_size > 1, session.config.batches == "whole"
+    may_slice = several and (slices_training or session.config.evaluation == "gathered")
+    slicer = Slicer(session, run, forwards.outside) if may_slice else None
+    spans, begun, clock = session.spans, session.events.forward_begun, session.clock
+
+    def call_outermost(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forwards.inside = True
         start = 0 if spans is None else spans.clock()
         part = clock.switch(step_clock.FORWARD)
         try:
             if (tell := begun.call) is not None:
                 tell(module)
-            if follower is not None and session.live:
-                follower.follow(module, args, kwargs)
+            if follow is not None and session.live:
+                follow(module, args, kwargs)
             share, trains = None, False
             if several and session.live and torch.is_grad_enabled():
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
@@ -179,21 +180,7 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
                     clock.rename(step_clock.FORWARD_DIVIDED)
             if slicer is not None and (slices_training or not trains) and is_splittable(session, module):
                 return slicer.call(module, args, kwargs)
-            seen = (
-                session.forwards.running_values.snapshot(module)
-                if trains and session.passes.share is not None
-                else None
-            )
-            if trains and forwards.trains_own(module):
-                common = streams.swap()
-                try:
-                    outputs = run(module, *args, **kwargs)
-                finally:
-                    streams.swap_back(*common)
-            else:
-                outputs = run(module, *args, **kwargs)
-            if seen is not None:
-                session.forwards.running_values.warn_about_changes(module, seen)
+            outputs = _run_on_share(forwards, run, module, args, kwargs) if trains else run(module, *args, **kwargs)
             if share is not None:
                 session.backwards.loss_weights.record_outputs(outputs, share)
             if several:
@@ -205,7 +192,36 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
             if spans is not None:
                 spans.add(FORWARD, type(module).__name__, start)
 
-    return call
+    return call_outermost
+
+
+def _input_follower(session: Session) -> Callable[..., None] | None:
+    """Return the function that moves a module to the device of its input; None on a rank without an accelerator."""
+    if not is_accelerator(session.device):
+        return None
+    from lagom.run_state.device_moves import InputFollower
+
+    return InputFollower(session.device).follow
+
+
+def _run_on_share(
+    forwards: _ForwardState, run: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a forward in training, which draws from the rank's own stream if ranks have different samples."""
+    session, streams = forwards.session, forwards.streams
+    values = session.forwards.running_values
+    seen = values.snapshot(module) if session.passes.share is not None else None
+    if forwards.trains_own(module):
+        common = streams.swap()
+        try:
+            outputs = run(module, *args, **kwargs)
+        finally:
+            streams.swap_back(*common)
+    else:
+        outputs = run(module, *args, **kwargs)
+    if seen is not None:
+        values.warn_about_changes(module, seen)
+    return outputs
 
 
 def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterator[None]]:

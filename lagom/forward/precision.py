@@ -152,8 +152,8 @@ class Precision:
         options: dict[str, Any],
     ) -> Any:
         repeated = self._session.tensors.repeated_inputs
-        found = {id(leaf): leaf for leaf in find_leaves(outputs, args[3]) if leaf not in repeated}
-        leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
+        leaf_by_id = {id(leaf): leaf for leaf in find_leaves(outputs, args[3]) if leaf not in repeated}
+        leaves = [leaf for key, leaf in leaf_by_id.items() if key not in self._scaled_leaves]
         # A nested backward is given gradients that are scaled already.
         roots = args[0]
         if self._depth == 1:

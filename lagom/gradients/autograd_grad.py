@@ -69,15 +69,15 @@ class AutogradGradAverager:
         numbers = [self._number_input(i, one) for i, one in enumerate(inputs)]
         plain = [hash_values(one) if _is_plain_leaf(one) else b"" for one in inputs]
         identity = b"".join(plain) + (b"graph" if _have_graph(gradients) else b"")
-        found = self._average(PLACE, numbers, gradients, identity)
-        if found is None:
+        averages = self._average(PLACE, numbers, gradients, identity)
+        if averages is None:
             filled, local = self._agree_on_gradients(inputs, gradients, numbers, plain)
-            found = self._average(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
-            assert found is not None, "ranks have just agreed"
+            averages = self._average(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
+            assert averages is not None, "ranks have just agreed"
             for i in local:
                 own = gradients[i]
-                found[i] = own if own is None or weights[i] in (0, 1) else own / weights[i]
-        return found
+                averages[i] = own if own is None or weights[i] in (0, 1) else own / weights[i]
+        return averages
 
     def average_accumulated(self, pending: BackwardGradients) -> None:
         """Average the gradients of a backward with ``create_graph=True``; the averages can be differentiated.
@@ -130,10 +130,10 @@ class AutogradGradAverager:
         results: Any = averages
         if _have_graph(gradients):
             results = AverageFunction.apply(self, averages, *[gradient for _, gradient in present])  # type: ignore[no-untyped-call]
-        found: list[Tensor | None] = [None] * len(gradients)
+        averaged: list[Tensor | None] = [None] * len(gradients)
         for (i, _), result in zip(present, results, strict=True):
-            found[i] = result
-        return found
+            averaged[i] = result
+        return averaged
 
     def _number_input(self, place: int, one: Tensor) -> int:
         return self._leaves.number(one) if isinstance(one, nn.Parameter) else -1 - place

@@ -169,8 +169,12 @@ class _Backwards:
         self._session.begin_backward(outputs, leaves)
         if self.accumulation.begin_backward(leaves, create_graph=bool(args[2])):
             return self._run_without_averaging(leaves, outputs, args, options)
-        with self.accumulation.mark_busy(), self._store.prepare_backward(leaves):
-            return self._run_and_average(leaves, outputs, args, options)
+        with self.accumulation.mark_busy():
+            with self._store.prepare_backward(leaves):
+                result, is_reduced = self._run_and_average(leaves, outputs, args, options)
+            if is_reduced:
+                self._session.record_backward()
+            return result
 
     def _run_without_averaging(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -232,15 +236,16 @@ class _Backwards:
         session.clock.switch(EXCHANGE)
         inner, self._pending = self._pending, None
         self.divergence.count_step()
-        found = None
+        collected = None
         if inner is None and not self._replicas.skip(cached.layout):
-            found = cached.collect_gradients(leaves)
+            collected = cached.collect_gradients(leaves)
             place = encode_batch(session.position)
-            if found is None or not self._gradient_averager.reduce_cached(cached.layout, found, place):
+            if collected is None or not self._gradient_averager.reduce_cached(cached.layout, collected, place):
                 inner = self._take_pending(leaves)
         if inner is not None:
             inner.restore_hooks()
-            self._finish(inner, create_graph=False, is_counted=True, differs=found is not None)
+            self._finish(inner, create_graph=False, is_counted=True, differs=collected is not None)
+            session.record_backward()
             return result
         session.distributed_part = session.distributed_part or "a backward ran"
         session.record_backward()
@@ -253,8 +258,11 @@ class _Backwards:
 
     def _run_and_average(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
-        """Run a backward, and average its gradients and postponed sums when it ends."""
+    ) -> tuple[Any, bool]:
+        """Run a backward, and average its gradients and postponed sums when it ends.
+
+        Return autograd's result, and whether gradients were averaged: the backward may have no leaves.
+        """
         pending = self._pending = self.accumulation.take_pending()
         hooks: list[RemovableHandle] = []
         try:
@@ -281,12 +289,12 @@ class _Backwards:
             pending.restore_hooks()
         if not pending.leaves:
             self.accumulation.record_failures(pending.num_failed)
-            return result
+            return result, False
         repeats = pending.is_plain and self._may_use_cache() and not args[2] and can_repeat(pending.leaves)
         self._finish(pending, create_graph=bool(args[2]), compares=repeats)
         if repeats and self._gradient_averager.agreed_layout is not None and self._may_use_cache():
             self._cache.add(pending.leaves, self._gradient_averager.agreed_layout)
-        return result
+        return result, True
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, **options: bool) -> None:
         """Average the gradients; then call hooks, add earlier gradients, and hand the sums to the store.
@@ -304,7 +312,6 @@ class _Backwards:
             self.accumulation.record_reduction(pending)
             pending.finish()
             self._store.end_backward(pending.without_gradient)
-        self._session.record_backward()
 
 
 _WAITING = ("threading", "concurrent", "queue", "multiprocessing", "asyncio", "selectors", "socket")

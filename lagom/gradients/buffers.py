@@ -89,12 +89,12 @@ class BufferSync:
         """
         if self._agreed is not None or not self._followers:
             return self._agreed or []
-        found = []
+        changed = []
         for key, buffer in _living_buffers(self._followers):
             seen = self._seen.get(key)
             if seen is None or seen[0]() is not buffer or seen[1] != buffer._version or key in self._restless:
-                found.append(key)
-        return sorted(found)
+                changed.append(key)
+        return sorted(changed)
 
     def agree(self, rows: list[tuple[Mapping[Key, tuple[str, int]], list[Key]]], *, compare: bool) -> None:
         """Decide which buffers to broadcast: those that all ranks have in one kind, and that have changed on any rank.
@@ -123,9 +123,9 @@ class BufferSync:
         self._agreed = None
         if not keys:
             return
-        found = [(key, buffer) for key, buffer in _living_buffers(self._followers) if key in keys]
+        changed = [(key, buffer) for key, buffer in _living_buffers(self._followers) if key in keys]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for key, buffer in sorted(found, key=lambda pair: pair[0]):
+        for key, buffer in sorted(changed, key=lambda pair: pair[0]):
             self._seen[key] = (HiddenReference(buffer), buffer._version)
             by_device.setdefault(buffer.device, []).append(buffer)
         for buffers in by_device.values():

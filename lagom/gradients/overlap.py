@@ -130,17 +130,17 @@ class OverlappedBackward:
 
     def _find_shard_maps(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
         """Return, for each bucket of which ranks need parts only, which rank needs which part."""
-        found: dict[int, ShardMap] = {}
+        shard_maps: dict[int, ShardMap] = {}
         if self.shard_store is None or not self._group.reduces_parts:
-            return found
+            return shard_maps
         for i, bucket in enumerate(buckets):
             leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
             # Parts are summed in shared memory, so gradients on an accelerator are cut when they have arrived whole.
             has_parts = all(id(leaf) in early and leaf.is_cpu for leaf in leaves)
             shard_map = self.shard_store.bucket_shard_map(leaves) if has_parts else None
             if shard_map is not None:
-                found[i] = shard_map
-        return found
+                shard_maps[i] = shard_map
+        return shard_maps
 
     def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Hold back the buckets of ``leaves``, to which a backward inside the running one will add.

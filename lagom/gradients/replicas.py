@@ -129,7 +129,7 @@ class Replicas:
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return the tensors in the states of torch's optimizers, in an order that is equal on all ranks."""
-        found: dict[tuple[int, str, int], torch.Tensor] = {}
+        tensors: dict[tuple[int, str, int], torch.Tensor] = {}
         # Not by isinstance(), which asks a proxy for its class, and so may make the object behind the proxy.
         optimizers: Any = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
         for optimizer in optimizers:
@@ -137,8 +137,8 @@ class Replicas:
                 number = self._session.tensors.leaves.known(leaf)
                 for name, value in state.items() if number is not None and isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
-                        found[number or 0, str(name), len(found)] = value
-        return [found[key] for key in sorted(found)]
+                        tensors[number or 0, str(name), len(tensors)] = value
+        return [tensors[key] for key in sorted(tensors)]
 
 
 # Note [Replicas]

@@ -56,16 +56,16 @@ class TensorAverager:
             (number, gradient.dtype, gradient.shape, gradient.is_sparse or gradient.is_mkldnn, not gradient.is_cpu)
             for number, gradient in zip(numbers, gradients, strict=True)
         )
-        found = self._layouts.get((kind, entries))
-        if found is None:
+        layout = self._layouts.get((kind, entries))
+        if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._layouts.clear()
                 self._on_forget()
             reduction = self._mean if by_mean else self._reduction
             room = reduction.frame_bytes(self._frame.room_to_merge)
-            found = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
-            self._layouts[kind, entries] = found
-        return found
+            layout = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
+            self._layouts[kind, entries] = layout
+        return layout
 
     def average(
         self,

@@ -70,15 +70,15 @@ def first_failure(reports: Sequence[RankReport]) -> RankReport | None:
 def fit_reports(reports: Sequence[RankReport]) -> list[RankReport]:
     """Return ``reports`` for the driver, with texts so short that one frame holds all reports."""
     share = MAX_TEXT // max(1, sum(bool(report.traceback) for report in reports))
-    found = []
+    reports_that_fit = []
     for report in reports:
         texts = {name: text for name in _TEXTS if isinstance(text := getattr(report, name), str)}
         short: dict[str, Any] = {
             name: shorten(text, share, keep_end=name == "traceback") for name, text in texts.items()
         }
         # Output is in a report only if the connection to the driver was lost.
-        found.append(dataclasses.replace(report, output=[], **short))
-    return found
+        reports_that_fit.append(dataclasses.replace(report, output=[], **short))
+    return reports_that_fit
 
 
 def called_exit(report: RankReport | None) -> bool:
@@ -91,14 +91,14 @@ def num_kills(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
 
     A count that cannot be read is missing.
     """
-    found: dict[str, int] = {}
+    kills: dict[str, int] = {}
     with contextlib.suppress(OSError):
         if counts := _of_groups(root, proc):
-            found["container"] = counts[0]
+            kills["container"] = counts[0]
     with contextlib.suppress(OSError):
         if counted := re.search(r"^oom_kill (\d+)$", (proc / "vmstat").read_text(), flags=re.MULTILINE):
-            found["machine"] = int(counted[1])
-    return found
+            kills["machine"] = int(counted[1])
+    return kills
 
 
 def _of_groups(root: Path, proc: Path) -> list[int]:

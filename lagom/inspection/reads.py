@@ -23,14 +23,14 @@ _PLAIN_IDS = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None
 def attributes(value: Any) -> dict[str, Any] | None:
     """Return the dict of the attributes of ``value`` itself; None if it has none."""
     if issubclass(type(value), threading.local):
-        found = threading.local.__getattribute__(value, "__dict__")
-        return found if issubclass(type(found), dict) else None
+        variables = threading.local.__getattribute__(value, "__dict__")
+        return variables if issubclass(type(variables), dict) else None
     for kind in _class_mro(type(value)):
         slot = _class_dict(kind).get("__dict__")
         if slot is not None:
             is_real = type(slot) in (types.GetSetDescriptorType, types.MemberDescriptorType)
-            found = slot.__get__(value) if is_real else None
-            return found if issubclass(type(found), dict) else None
+            variables = slot.__get__(value) if is_real else None
+            return variables if issubclass(type(variables), dict) else None
     return None
 
 

@@ -163,9 +163,9 @@ def _key(held: list[Any], access: _Access, depth: int) -> object:
 
 def _access_for(value: Any) -> _Access | None:
     for base in bases(type(value)):
-        found = _BY_ID.get(id(base))
-        if found is not None:
-            return found
+        access = _BY_ID.get(id(base))
+        if access is not None:
+            return access
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if torch is not None and issubclass(type(value), torch.Generator):
         return _TORCH_GENERATOR

@@ -292,11 +292,11 @@ def flush_files(*, is_end: bool = True) -> None:
     ``gc.freeze`` hides them.
     """
     # ``_io._IOBase`` is the class in C: a test for ``io.IOBase``, an ABC, would run Python code for each type.
-    found = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
+    files = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
     # The order matters: a text file may write to a compressed file, and a compressed file to a buffered file.
-    texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
-    compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]
-    buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
+    texts = [one for one in files if issubclass(type(one), io.TextIOWrapper)]
+    compressed = [one for one in files if type(one).__module__ in ("gzip", "bz2", "lzma")]
+    buffers = [one for one in files if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
     for one in (*texts, *compressed, *buffers):
         with contextlib.suppress(Exception):
             if is_end and one in compressed and one.writable():

@@ -26,14 +26,14 @@ def own_address(reached_by: str, env: Mapping[str, str]) -> str:
     name = (env.get(_CHOSEN) or os.environ.get(_CHOSEN) or "").partition(",")[0].strip()
     if not name:
         return _address_of_host(reached_by)
-    found = address_of(name)
-    if found is None:
+    interface_address = address_of(name)
+    if interface_address is None:
         there = ", ".join(f"{other} ({address})" for other, address in addresses().items())
         raise PlanError(
             f"{_CHOSEN} is {name!r}, and {socket.gethostname()} has no such network interface with an IPv4 address; "
             f"it has {there or 'none'}"
         )
-    return found
+    return interface_address
 
 
 def _address_of_host(host: str) -> str:
@@ -42,12 +42,12 @@ def _address_of_host(host: str) -> str:
     If the name has a loopback address, as 127.0.1.1 on Debian, the address of another interface is returned.
     """
     try:
-        found = socket.gethostbyname(host)
+        host_address = socket.gethostbyname(host)
     except OSError:  # also an IPv6 address
         return host
-    if found == host or not found.startswith("127."):
-        return found
-    return next((address for address in addresses().values() if not address.startswith("127.")), found)
+    if host_address == host or not host_address.startswith("127."):
+        return host_address
+    return next((address for address in addresses().values() if not address.startswith("127.")), host_address)
 
 
 def interface_of(ip: str) -> str | None:

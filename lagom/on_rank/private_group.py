@@ -92,9 +92,9 @@ def _credentials(rank_spec: RankSpec) -> Credentials:
 def _store(rank_spec: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
     timeout = datetime.timedelta(seconds=timeout_s)
     if rank_spec.store is None:
-        found = dist.FileStore(str(Path(rank_spec.host_dir, "store")), -1)
-        found.set_timeout(timeout)
-        return found
+        store = dist.FileStore(str(Path(rank_spec.host_dir, "store")), -1)
+        store.set_timeout(timeout)
+        return store
     # Ranks of one host have a file, and need none of these modules.
     from lagom.exchange.sockets.rank_store import RankStore
     from lagom.exchange.sockets.value_client import ValueClient

@@ -119,13 +119,13 @@ def _logging() -> dict[str, Any]:
     loggers = {"": logging.getLogger()} | {
         name: one for name, one in logging.Logger.manager.loggerDict.items() if isinstance(one, logging.Logger)
     }
-    found = {}
+    settings = {}
     for name, logger in loggers.items():
         handlers = [told for handler in logger.handlers if (told := _handler(handler)) is not None]
         told_of = (logger.level, logger.propagate, logger.disabled, handlers)
         if name.partition(".")[0] != "lagom" and told_of != (logging.NOTSET, True, False, []):
-            found[name] = told_of
-    return {"disabled": logging.root.manager.disable, "loggers": found}
+            settings[name] = told_of
+    return {"disabled": logging.root.manager.disable, "loggers": settings}
 
 
 def _handler(handler: logging.Handler) -> tuple[str, int, tuple[str, str | None, str] | None] | None:
@@ -194,7 +194,7 @@ def _set_filters(found: list[tuple[str, str, str, str, str, int]]) -> None:
 
 def _cells() -> dict[str, str]:
     """Return sources without a file, keyed by their code objects' file name; the newest ones if there are too many."""
-    found: dict[str, str] = {}
+    cells: dict[str, str] = {}
     room = _MAX_SOURCES
     for name, entry in reversed(list(linecache.cache.items())):
         if len(entry) == 4 and not name.startswith("<frozen") and not os.path.exists(name):
@@ -202,5 +202,5 @@ def _cells() -> dict[str, str]:
             room -= len(text)
             if room < 0:
                 break
-            found[name] = text
-    return found
+            cells[name] = text
+    return cells

@@ -153,18 +153,18 @@ def rank_device(plan: Plan, entry: str | None = None, index: int = 0) -> torch.d
     """
     if not plan.gpu:
         return torch.device("cpu")
-    found = available_accelerator()
+    device = available_accelerator()
     wanted = kind_of_device(entry)
-    if found is None:
+    if device is None:
         raise RankError(f"this rank was given one {device_word(wanted)}, {_without_device(wanted)}")
-    if entry is not None and found.type != wanted:
+    if entry is not None and device.type != wanted:
         raise RankError(
-            f"this rank was given the {wanted!r} device {entry!r}, and torch's accelerator here is {found.type!r}, "
+            f"this rank was given the {wanted!r} device {entry!r}, and torch's accelerator here is {device.type!r}, "
             "beside which it trains on no other kind; have the same torch, and the same packages for accelerators, "
             "where the run is planned and where the ranks run"
         )
     if entry is None or wanted == NVIDIA:
-        return select_device(torch.device(found.type, index))
+        return select_device(torch.device(device.type, index))
     return select_device(torch.device(entry))
 
 

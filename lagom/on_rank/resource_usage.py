@@ -37,8 +37,8 @@ class ResourceUsage:
         self._before = at, used_s
         # The difference may be negative: the time of workers that have ended since the last call is missing.
         cpu = max(0.0, used_s - used_before) / max(at - before, 1e-3)
-        found = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
-        return found | {"memory": found["rss"] if self._device == "cpu" else self._allocated()}
+        usage = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
+        return usage | {"memory": usage["rss"] if self._device == "cpu" else self._allocated()}
 
     def _busy(self) -> float | None:
         if self._tells:

@@ -89,10 +89,10 @@ def of_children(fd: int) -> str:
         fd: file to which they dump.
     """
     try:
-        found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     except OSError:
         return ""
-    stacks = {pid: read_stack(int(pid), fd) for pid in found[:_MAX_CHILDREN]}
+    stacks = {pid: read_stack(int(pid), fd) for pid in pids[:_MAX_CHILDREN]}
     return "".join(f"process {pid}, which it started:\n{text}" for pid, text in stacks.items() if text)[-_MAX_TEXT:]
 
 

@@ -76,10 +76,10 @@ def register_kernels() -> None:
     for name in names:
         operator, _, overload = name.partition(".")
         try:
-            found = torch._C._get_operation_overload(operator, overload)
+            operation = torch._C._get_operation_overload(operator, overload)
         except RuntimeError:  # without a schema
             continue
-        if found is None or (TAGS.isdisjoint(found[2]) and name not in REDUCTIONS):
+        if operation is None or (TAGS.isdisjoint(operation[2]) and name not in REDUCTIONS):
             continue
         space, _, packet = operator.partition("::")
         function = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")

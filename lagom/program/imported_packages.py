@@ -80,12 +80,12 @@ def distribution_of(module: str) -> importlib.metadata.Distribution | None:
             return importlib.metadata.distribution(top)  # most have the name of their module
         except importlib.metadata.PackageNotFoundError:
             pass
-    found = [importlib.metadata.distribution(name) for name in dict.fromkeys(_distributions().get(top, ()))]
+    distributions = [importlib.metadata.distribution(name) for name in dict.fromkeys(_distributions().get(top, ()))]
     folder = module.replace(".", "/")
-    for one in found if len(found) > 1 else ():
+    for one in distributions if len(distributions) > 1 else ():
         if any(str(path).startswith((f"{folder}/", f"{folder}.")) for path in one.files or ()):
             return one
-    return found[0] if found else None
+    return distributions[0] if distributions else None
 
 
 @functools.cache
@@ -148,18 +148,18 @@ class _Needs:
 
     def names(self) -> set[str]:
         """Return the modules, with those that the user's own modules import, at any depth."""
-        waiting, found = list(self.modules), set[str]()
+        waiting, imported = list(self.modules), set[str]()
         while waiting:
             name = waiting.pop()
-            if name in found:
+            if name in imported:
                 continue
-            found.add(name)
+            imported.add(name)
             if (own := _own_module(name)) is not None:
                 path, package = own
                 tree = _parsed(source_text(path) or "")
                 waiting += _certain_imports(tree.body, package)
                 self.possible |= set(_all_imports(tree, package))
-        return found
+        return imported
 
     def add_given(self, value: Any) -> None:
         """Add what is imported for ``value``, the function or one of its arguments, and by the function's first lines.

@@ -74,13 +74,13 @@ def _plain(line: str, mark: str, name: str, number: int) -> str:
     Raises:
         ValueError: if the magic cannot be dropped.
     """
-    found = re.match(rf"(\s*){mark}(\w+)(.*)", line)
-    code = found is not None and found[2] in _BEFORE_CODE
-    if found is None or not (code or (found[2] in _LEFT_OUT and mark == "%")):
+    command = re.match(rf"(\s*){mark}(\w+)(.*)", line)
+    code = command is not None and command[2] in _BEFORE_CODE
+    if command is None or not (code or (command[2] in _LEFT_OUT and mark == "%")):
         raise ValueError(
             f"{name}, line {number + 1}: only IPython can run {line.strip()!r}; take it out of the notebook"
         )
-    rest = found[3].strip() if code and mark == "%" else ""
+    rest = command[3].strip() if code and mark == "%" else ""
     # An indented line becomes ``pass``, since its block needs a statement. At the top level the line becomes empty: an
     # import from __future__ must not come after a statement.
-    return found[1] + (rest or "pass") if found[1] else rest
+    return command[1] + (rest or "pass") if command[1] else rest

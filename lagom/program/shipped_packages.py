@@ -54,16 +54,16 @@ def _shipment(names: tuple[str, ...]) -> Shipment:
 
 def _with_required(names: Iterable[str]) -> list[Distribution]:
     """Return the installed distributions ``names``, and those that they require, at any depth, but not by extras."""
-    waiting, found = list(names), dict[str, Distribution]()
+    waiting, required = list(names), dict[str, Distribution]()
     while waiting:
         try:
             one = importlib.metadata.distribution(waiting.pop())
         except importlib.metadata.PackageNotFoundError:  # required on other systems or versions of Python
             continue
-        if _key(one) not in found:
-            found[_key(one)] = one
+        if _key(one) not in required:
+            required[_key(one)] = one
             waiting += [_required(text) for text in one.requires or () if not re.search(r"\bextra\b", text)]
-    return [found[key] for key in sorted(found)]
+    return [required[key] for key in sorted(required)]
 
 
 def _required(text: str) -> str:

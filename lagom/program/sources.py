@@ -152,18 +152,18 @@ def source_files(*values: Any) -> dict[str, str]:
 
     Scripts are included, and the user's own modules that these functions import when they run, by their paths.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for value in reachable_modules(*values):
         if issubclass(type(value), Script):
-            found |= dict(value.texts())
+            texts |= dict(value.texts())
         if issubclass(type(value), types.FunctionType) and not is_foreign(value):
             for path in filter(None, map(_own_file, imports_of(value))):
                 if (text := source_text(path)) is not None:
-                    found[str(path)] = text
+                    texts[str(path)] = text
             name = value.__code__.co_filename
-            if name not in found and (lines := linecache.getlines(name, value.__globals__)):
-                found[name] = "".join(lines)
-    return found
+            if name not in texts and (lines := linecache.getlines(name, value.__globals__)):
+                texts[name] = "".join(lines)
+    return texts
 
 
 def source_text(path: Path) -> str | None:

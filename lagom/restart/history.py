@@ -146,10 +146,10 @@ class RunHistory:
         """
         if self._max_failures == 0 and self.folder is None:
             return None
-        found = copy.deepcopy(self.files)
+        files = copy.deepcopy(self.files)
         self.files.goes_on = False
         self.files.writing.clear()
-        return found
+        return files
 
     @property
     def num_left(self) -> int:

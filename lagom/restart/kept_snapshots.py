@@ -254,8 +254,8 @@ class SnapshotFolder:
         """
         fd = self.folder.open_file(CALL, flags, own=True)
         try:
-            found = ended_digest(fd)
-            if self.call_sha256 not in ("", found):
+            digest = ended_digest(fd)
+            if self.call_sha256 not in ("", digest):
                 raise ValueError("it is not the one with which the run began")
         except ValueError as error:
             os.close(fd)

@@ -50,11 +50,11 @@ class RunLease:
             LagomError: if another process holds it, or has taken it at the same moment.
             Exception: the file system's error.
         """
-        found = self._read()
-        left_s = found.get("until", 0.0) - time.time()
-        if left_s > 0 and not _has_ended(found):
+        lease = self._read()
+        left_s = lease.get("until", 0.0) - time.time()
+        if left_s > 0 and not _has_ended(lease):
             raise LagomError(
-                f"the run at {self._url} is going on in process {found['pid']} on {found['host']}, or was lately; if "
+                f"the run at {self._url} is going on in process {lease['pid']} on {lease['host']}, or was lately; if "
                 f"that process is dead, call again in {left_s:.0f} s"
             )
         began, self._is_taken = time.monotonic(), True

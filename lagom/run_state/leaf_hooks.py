@@ -79,8 +79,8 @@ def _make_register(name: str, place: str) -> Callable[..., Any]:
 
 
 def _hooks_of(leaf: torch.Tensor) -> _NodeHooks:
-    if (found := _find(leaf)) is not None:
-        return found
+    if (hooks := _find(leaf)) is not None:
+        return hooks
     key = id(leaf)
 
     def forget(_: object) -> None:

@@ -152,20 +152,20 @@ _NONE: frozenset[float] = frozenset()
 
 def _find_batch_weights(roots: list[Node]) -> dict[Node, frozenset[float]]:
     """Return, for each node, the weights of the batches below it; the walk stops at outputs of models."""
-    found: dict[Node, frozenset[float]] = {}
+    weights_of_node: dict[Node, frozenset[float]] = {}
     pending = [(root, False) for root in roots]
     while pending:
         node, is_done = pending.pop()
         following = [child for child, _ in node.next_functions if child is not None]
         if is_done:
-            found[node] = _NONE.union(*(found[child] for child in following))
-        elif node not in found:
+            weights_of_node[node] = _NONE.union(*(weights_of_node[child] for child in following))
+        elif node not in weights_of_node:
             tag = metadata(node).get(_KEY)
-            found[node] = _NONE if tag is None else frozenset((tag.weight,))
+            weights_of_node[node] = _NONE if tag is None else frozenset((tag.weight,))
             if tag is None:
                 pending.append((node, True))
-                pending.extend((child, False) for child in following if child not in found)
-    return found
+                pending.extend((child, False) for child in following if child not in weights_of_node)
+    return weights_of_node
 
 
 def _num_inputs(node: Node) -> int:
@@ -225,12 +225,12 @@ def find_caveats(roots: Sequence[Any]) -> list[str]:
     Losses that compare samples with each other, or that the program weights by hand, cannot be found in a graph.
     """
     nodes = root_nodes(roots)
-    found = []
+    caveats = []
     if any(_is_weighted(node) for node in find_nodes(nodes) if node.name().startswith("NllLoss")):
-        found.append(WEIGHTED)
+        caveats.append(WEIGHTED)
     if any(map(_is_sum, _first_scaling_nodes(nodes))):
-        found.append(SUMMED)
-    return found
+        caveats.append(SUMMED)
+    return caveats
 
 
 def _is_weighted(node: Any) -> bool:

@@ -30,7 +30,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the ids of those dense ``tensors`` that share memory with another dense tensor among them."""
-    found: set[int] = set()
+    overlapping: set[int] = set()
     together: list[int] = []
     reached = 0
     for start, end, key in sorted(
@@ -39,8 +39,8 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
         together = [*together, key] if start < reached else [key]
         reached = max(reached, end)
         if len(together) > 1:
-            found.update(together)
-    return found
+            overlapping.update(together)
+    return overlapping
 
 
 def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:

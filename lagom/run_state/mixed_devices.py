@@ -93,16 +93,16 @@ class MixedDevices(TorchFunctionMode):
         """Call ``func``, with all tensors on one device if it needs that."""
         kwargs = kwargs or {}
         kind = self._device.type
-        found = _devices(args, kind) | _devices(kwargs.values(), kind) if kwargs else _devices(args, kind)
-        if found & _GPU:
+        devices = _devices(args, kind) | _devices(kwargs.values(), kind) if kwargs else _devices(args, kind)
+        if devices & _GPU:
             name = getattr(func, "__name__", "")
             if name in _OF_CPU:
                 return func(args[0].cpu(), *args[1:], **kwargs)
             if name in _LENGTHS or (name in _RECURRENT and isinstance(args[3], (list, tuple))):
                 return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # torch requires the lengths on the CPU
-            if found & _CPU and func == _SET_GRADIENT:
+            if devices & _CPU and func == _SET_GRADIENT:
                 return func(args[0], args[1].to(args[0].device))
-            if found & _CPU and name not in _ANY_DEVICES:
+            if devices & _CPU and name not in _ANY_DEVICES:
                 place = _written(name, args, kwargs) or self._device
                 return func(*_moved(args, place), **{key: _moved(value, place) for key, value in kwargs.items()})
         return func(*args, **kwargs)
@@ -113,13 +113,13 @@ def _devices(values: Iterable[Any], kind: str) -> int:
 
     A list is searched only if its first value may be a tensor or contain one.
     """
-    found = 0
+    devices = 0
     for value in values:
         if isinstance(value, Tensor):
-            found |= _CPU if value.is_cpu else _GPU * (value.device.type == kind)
+            devices |= _CPU if value.is_cpu else _GPU * (value.device.type == kind)
         elif type(value) is tuple or (type(value) is list and value and isinstance(value[0], (Tensor, list, tuple))):
-            found |= _devices(value, kind)
-    return found
+            devices |= _devices(value, kind)
+    return devices
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:

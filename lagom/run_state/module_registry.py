@@ -54,8 +54,8 @@ class ModuleRegistry(WeakIdKeyDictionary):
             if child is not None
         }
         names: list[str] = []
-        while (found := parents.pop(id(module), None)) is not None:  # popped, as modules may refer to each other
-            module, name = found
+        while (parent := parents.pop(id(module), None)) is not None:  # popped, as modules may refer to each other
+            module, name = parent
             names.insert(0, name)
         return ".".join([type(module).__name__, *names])
 

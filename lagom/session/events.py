@@ -50,8 +50,8 @@ class Chain:
 class Events:
     """The events of one rank; the text below each says when it is published, and with what.
 
-    In a run of one rank, backwards are not published; parameters and forwards are only where a setting or an
-    accelerator makes lagom patch torch for them.
+    In a run of one rank, parameters and forwards are published only where a setting or an accelerator makes lagom patch
+    torch for them, and backwards only if an extension has subscribed before torch is patched.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,13 @@ class Events:
         self.micro_batch_begun = Event()
         """The forward of one micro-batch begins, also where a backward repeats it; without arguments."""
         self.backward_begun = Event()
-        """An outermost backward of the program begins, in a run of several ranks; with its leaves."""
+        """An outermost backward of the program begins; with its leaves."""
         self.backward_ended = Event()
-        """A backward has ended, in a run of several ranks, and its gradients are reduced unless that is postponed.
-
-        Without arguments.
-        """
+        """A backward has ended, and its gradients are reduced unless that is postponed; without arguments."""
         self.program_joins = Event()
         """All ranks call ``init_process_group``, after which patches are off; without arguments."""
+
+    @property
+    def follows_backwards(self) -> bool:
+        """Whether backwards have a subscriber."""
+        return self.backward_begun.call is not None or self.backward_ended.call is not None

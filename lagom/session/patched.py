@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from lagom.forward.precision import Precision
     from lagom.session.session import Session
 
 __all__ = ["patched"]
@@ -42,7 +43,7 @@ def patched(session: Session) -> Iterator[None]:
     A module for a setting that a plain config leaves off is imported where the setting is on.
 
     With one rank, the patches for several ranks are left out. Batches are still counted and, with an accelerator, moved
-    to it, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
+    to it, backwards are published, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
 
     Raises:
         LagomError: at the end, if a pass that was split as training was an evaluation.
@@ -65,17 +66,13 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(track_modules(session))
         if moves:
             stack.enter_context(_moved_to_device(session))
-        precision = None
-        if asked := session.config.mixed_precision:
-            from lagom.forward.precision import Precision
-
-            precision = Precision(session, asked)
-            stack.enter_context(precision.scale_backwards())
-            stack.enter_context(precision.convert_outputs())
-            if not distributed:
-                stack.enter_context(patch_reentrant_checkpoints(session))
+        precision = _scaled_precision(session, stack)
         if distributed:
             stack.enter_context(_patched_for_ranks(session))
+        elif session.events.follows_backwards and not session.backwards.gradient_store.is_external:
+            from lagom.gradients.backward_events import publish_backwards
+
+            stack.enter_context(publish_backwards(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(patch_saves_and_downloads(session))
         if distributed or on_device or session.config.micro_batches is not None or session.spans is not None:
@@ -90,6 +87,20 @@ def patched(session: Session) -> Iterator[None]:
         if (returned := session.events.returned.call) is not None:
             returned()
         _check_end(session)
+
+
+def _scaled_precision(session: Session, stack: ExitStack) -> Precision | None:
+    """Enter the patches of ``mixed_precision`` that come before those of gradients; return None without the setting."""
+    if not (asked := session.config.mixed_precision):
+        return None
+    from lagom.forward.precision import Precision
+
+    precision = Precision(session, asked)
+    stack.enter_context(precision.scale_backwards())
+    stack.enter_context(precision.convert_outputs())
+    if session.world_size == 1:
+        stack.enter_context(patch_reentrant_checkpoints(session))
+    return precision
 
 
 def _moved_to_device(session: Session) -> AbstractContextManager[None]:

@@ -233,12 +233,12 @@ class Session:
             LagomError: if ``data`` comes from no known batch, and has as many rows as a batch with another weight.
         """
         self.progress.ticks += 1
-        found = self.tensors.batch_tracker.share(data)
-        if found is not None:
-            self.passes.used, self.position = found, found.step
+        share = self.tensors.batch_tracker.share(data)
+        if share is not None:
+            self.passes.used, self.position = share, share.step
         else:
             self.tensors.batch_tracker.check_rows(data, self.passes.share)
-        return found
+        return share
 
     def begin_backward(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
         """Prepare a backward from ``roots``: record the loss, and tell weights from data among ``leaves``.

@@ -143,19 +143,19 @@ def _reply(
         except LinkClosed:
             selector.unregister(asks)
 
-    found = list[Message]()
+    messages = list[Message]()
     with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ, lambda: found.extend(link.poll()))
+        selector.register(link, selectors.EVENT_READ, lambda: messages.extend(link.poll()))
         selector.register(asks, selectors.EVENT_READ, answer)
         try:
-            while not found or isinstance(found[-1], TaskBegan):
+            while not messages or isinstance(messages[-1], TaskBegan):
                 for key, _ in selector.select():
                     key.data()
         except LinkClosed as error:
-            if not found:
+            if not messages:
                 raise _NotBegunError(str(error)) from error
             raise
-    return found[-1]
+    return messages[-1]
 
 
 def _sent(fds: Sequence[int]) -> DriverClient:

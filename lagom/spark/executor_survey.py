@@ -72,8 +72,8 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
     with contextlib.ExitStack() as stack:
         try:
             spark = context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0]
-            found, to_driver = _towards(driver)
-            ip = own_address(found or spark, env)
+            reached, to_driver = _towards(driver)
+            ip = own_address(reached or spark, env)
             listener = stack.enter_context(socket.create_server((ip, 0), backlog=1024))
             # Nobody calls ``accept``: the kernel completes connections up to the backlog by itself.
         except (OSError, PlanError) as error:

@@ -356,10 +356,10 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
         LagomError: if neither has a rank's failure; the error has the text of lagom's or Spark's error on the executor.
     """
     text = full_text(error)
-    found = failure_in(text)
-    if found is not None:
-        body, data = json.loads(found[0]), found[1]
-        body["output"] = body.get("output", []) + json.loads(found[2])
+    failure = failure_in(text)
+    if failure is not None:
+        body, data = json.loads(failure[0]), failure[1]
+        body["output"] = body.get("output", []) + json.loads(failure[2])
         return [{"rank": body["rank"], "name": "outcome", "part": 0, "data": data, "report": json.dumps(body)}]
     if run.failures():
         return []

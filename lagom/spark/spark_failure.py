@@ -23,9 +23,9 @@ def why_it_failed(error: BaseException) -> str:
         return missing_package_text(error)
     text = full_text(error)
     for pattern, meaning in _KNOWN:
-        if found := re.search(pattern, text):
+        if match := re.search(pattern, text):
             return (
-                f"{meaning.format(*found.groups())}. Install it there, or, before a Spark session is made, "
+                f"{meaning.format(*match.groups())}. Install it there, or, before a Spark session is made, "
                 f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})"
             )
     return _reason(text)

@@ -149,8 +149,8 @@ def _check_java() -> None:
     java = shutil.which(f"{home}/bin/java" if home else "java")
     remedy = "install Java 17 or newer, or set JAVA_HOME to one; launcher='local' needs none"
     if java is None:
-        found = f"JAVA_HOME is {home!r}, where there is no bin/java" if home else "there is no java on PATH"
-        raise LagomError(f"Spark needs Java, and {found}; {remedy}")
+        problem = f"JAVA_HOME is {home!r}, where there is no bin/java" if home else "there is no java on PATH"
+        raise LagomError(f"Spark needs Java, and {problem}; {remedy}")
     version = _java_version(Path(java).resolve().parents[1] / "release")
     if version is not None and version < _MIN_JAVA and _pyspark_version() >= 4:
         raise LagomError(f"Spark needs Java {_MIN_JAVA} or newer, and {java} is Java {version}; {remedy}")

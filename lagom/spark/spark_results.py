@@ -58,8 +58,10 @@ class OutcomeCollector:
                 raise lost
             if not failed:
                 raise LagomError(f"no outcome arrived from ranks {missing}, and no error either")
-        found = [reports.get(rank) or RankReport(rank=rank, ok=False, stopped=True, consequence=True) for rank in ranks]
-        return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
+        complete = [
+            reports.get(rank) or RankReport(rank=rank, ok=False, stopped=True, consequence=True) for rank in ranks
+        ]
+        return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(complete)]
 
     def unpack_files(self, folder: str) -> None:
         """Extract the files that rank 0 wrote under its working directory into ``folder``, if any have come.

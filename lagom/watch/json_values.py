@@ -90,11 +90,11 @@ def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
     if depth and isinstance(value, Mapping):
         items = list(itertools.islice(value.items(), _MAX_ITEMS))
         left = {"…": f"{len(value) - len(items)} more"} if len(value) > len(items) else {}
-        found = {}
+        converted = {}
         for key, item in items:
             name = str(as_json(key, 0))
-            found[name] = HIDDEN if hide and is_secret(name, item) else as_json(item, depth - 1, hide=hide)
-        return found | left
+            converted[name] = HIDDEN if hide and is_secret(name, item) else as_json(item, depth - 1, hide=hide)
+        return converted | left
     if depth and isinstance(value, (list, tuple)):
         more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
         return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more

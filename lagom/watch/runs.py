@@ -54,13 +54,13 @@ def open_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) 
     if os.sep in os.fspath(run) and path.is_dir():
         raise ValueError(f"{path} is no run: there is no {RUN} in it")
     top = _folder(place)
-    found = [folder for folder in _runs_in(top) if os.fspath(run) in folder.name]
-    if len(found) == 1:
-        return RunFolder.open(found[0])
-    if not found:
+    folders = [folder for folder in _runs_in(top) if os.fspath(run) in folder.name]
+    if len(folders) == 1:
+        return RunFolder.open(folders[0])
+    if not folders:
         raise ValueError(f"{os.fspath(run)!r} is no run: neither a folder with a {RUN}, nor a name in {top}")
-    names = ", ".join(folder.name for folder in found[-3:])
-    raise ValueError(f"{os.fspath(run)!r} is in the names of {len(found)} runs: {names}; name one of them")
+    names = ", ".join(folder.name for folder in folders[-3:])
+    raise ValueError(f"{os.fspath(run)!r} is in the names of {len(folders)} runs: {names}; name one of them")
 
 
 def result_text(folder: RunFolder) -> str:

@@ -178,9 +178,9 @@ def unpack_spans(data: str, most: int = 16 << 20) -> str:
         ValueError: when ``data`` is no such block, or its text is longer.
     """
     try:
-        found = zlib.decompressobj()
-        text = found.decompress(base64.b64decode(data, validate=True), most)
-        if not found.eof:
+        decompressor = zlib.decompressobj()
+        text = decompressor.decompress(base64.b64decode(data, validate=True), most)
+        if not decompressor.eof:
             raise ValueError("a block of a timeline is too long, or cut off")
         return text.decode()
     except zlib.error as error:

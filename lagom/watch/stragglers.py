@@ -25,12 +25,12 @@ def held_up(ranks: Mapping[int, ProgressReport | Waits | None]) -> dict[int, flo
         ranks: last heartbeat of each rank; None of a rank without one.
     """
     others = max(len(ranks) - 1, 1)
-    found = dict.fromkeys(ranks, 0.0)
+    seconds = dict.fromkeys(ranks, 0.0)
     for one in ranks.values():
         for rank, share in one.waits_for.items() if one is not None else ():
-            if int(rank) in found:
-                found[int(rank)] += share / others
-    return found
+            if int(rank) in seconds:
+                seconds[int(rank)] += share / others
+    return seconds
 
 
 def straggler(ranks: Mapping[int, ProgressReport | Waits | None]) -> tuple[int, float] | None:

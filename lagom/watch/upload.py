@@ -74,15 +74,15 @@ class Upload:
             LagomError: if nothing here can read such URLs.
             Exception: the file system's error.
         """
-        found = cls.__new__(cls)
+        copied = cls.__new__(cls)
         try:
-            found._open(url, "")
+            copied._open(url, "")
         except ImportError as error:
             kind = url.partition(":")[0]
             raise LagomError(f"{kind}: cannot be read here: {error}; install what fsspec needs for it") from error
-        if not found.file_system.exists(f"{found.root}/{RUN}"):
-            raise ValueError(f"there is no run at {found.url}")
-        return found
+        if not copied.file_system.exists(f"{copied.root}/{RUN}"):
+            raise ValueError(f"there is no run at {copied.url}")
+        return copied
 
     def _open(self, url: str, name: str) -> None:
         before, mark, after = url.partition("?")
@@ -108,7 +108,7 @@ class Upload:
             Exception: the file system's error in the first copy.
         """
         self.send_changes()
-        self._thread = threading.Thread(target=self._go_on, name="lagom-records", daemon=True)
+        self._thread = threading.Thread(target=self._send_until_over, name="lagom-records", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -162,7 +162,7 @@ class Upload:
         """Return whether ``path`` is a complete record; not a partial file, nor a snapshot (see ``SnapshotCopies``)."""
         return path != self.folder and not path.name.startswith(".") and self.folder / SNAPSHOTS not in path.parents
 
-    def _go_on(self) -> None:
+    def _send_until_over(self) -> None:
         pause_s, said = EVERY_S, False
         while not self._over.wait(pause_s):
             began = time.monotonic()

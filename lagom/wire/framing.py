@@ -151,12 +151,12 @@ class FrameDecoder:
             if not hmac.compare_digest(seal, self._seals.next(body)):
                 raise BadFrame("a frame without its seal")
         try:
-            found = json.loads(body)
+            message = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise BadFrame(f"the other end does not speak our language: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(message, dict):
             raise BadFrame("the other end does not speak our language: a frame holds one JSON object")
-        return Frame(from_json(found), bytes(body))
+        return Frame(from_json(message), bytes(body))
 
 
 # Note [Handshake]

@@ -138,13 +138,13 @@ def to_json(message: Message) -> dict[str, Any]:
     them.
     """
     required, values, optional = _layout_of(type(message))
-    found: dict[str, Any] = {"type": message.tag}
-    found.update(zip(required, values(message), strict=True))
+    encoded: dict[str, Any] = {"type": message.tag}
+    encoded.update(zip(required, values(message), strict=True))
     for name, default in optional:
         value = getattr(message, name)
         if value != default:
-            found[name] = value
-    return found
+            encoded[name] = value
+    return encoded
 
 
 def from_json(body: Mapping[str, Any]) -> Message:

@@ -41,8 +41,8 @@ def peers(joins: Sequence[Join], in_clear: str = "") -> Peers:
     for fact in ("python", "torch"):
         versions = {str(getattr(join, fact)): join.host_name for join in ordered}
         if len(versions) > 1:
-            found = ", ".join(f"{version} on {host}" for version, host in versions.items())
-            raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
+            listed = ", ".join(f"{version} on {host}" for version, host in versions.items())
+            raise PlanError(f"the executors have different versions of {fact}: {listed}; give all of them the same")
     hosts = sorted({join.host for join in ordered})
     if in_clear and len(hosts) > 1:
         names = ", ".join(host.split("|")[0] for host in hosts[:4])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lagom.gradients.tensor_stores import GradientStore
 from lagom.session.patched import patched
@@ -87,3 +89,43 @@ def test_events_come_in_the_order_of_the_program() -> None:
     step = ["forward_begun", "backward_begun", "4", "backward_ended"]
     wanted = ["patched", *["parameter_made"] * 4, *step, *step, *step]
     assert run_ranks(2, train, batches="whole", patches=False) == [wanted] * 2
+
+
+def test_backwards_of_one_rank_are_published_too() -> None:
+    def train(session: Session) -> list[Any]:
+        seen: list[Any] = []
+        model, x = nn.Linear(3, 2), torch.randn(4, 3)
+        session.events.backward_begun.subscribe(lambda leaves: seen.append({id(leaf) for leaf in leaves}))
+        session.events.backward_ended.subscribe(lambda: seen.append(model.weight.grad is not None))
+
+        def fail(_: Tensor) -> None:
+            raise KeyError
+
+        with patched(session):
+            _step(model, x)
+            assert seen == [{id(model.weight), id(model.bias)}, True]
+            # A backward inside a backward is part of it, autograd.grad is none, and one that fails does not end.
+            inner = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+            inner.sum().backward()
+            assert [type(one) for one in seen[2:]] == [set, bool]
+            torch.autograd.grad(model(x).sum(), [model.weight])
+            assert len(seen) == 4
+            failing = model(x)
+            failing.register_hook(fail)
+            with pytest.raises(KeyError):
+                failing.sum().backward()
+            _step(model, x)
+        _step(model, x)
+        return [type(one).__name__ for one in seen]
+
+    ended = ["set", "bool"]
+    assert run_ranks(1, train, patches=False) == [[*ended, *ended, "set", *ended]]
+
+
+def test_one_rank_without_a_subscriber_runs_torchs_own_backward() -> None:
+    def train(session: Session) -> bool:
+        original = torch.autograd._engine_run_backward
+        with patched(session):
+            return torch.autograd._engine_run_backward is original
+
+    assert run_ranks(1, train, patches=False) == [True]

@@ -199,12 +199,12 @@ class DividedFetcher:
         exchange, own_memory = self._finding.exchange, not self._copies
         part = samples[slice(*self._bounds(len(samples))[self._session.rank])]
         try:
-            found = exchange.gather(reason, part, own_memory=own_memory, learns=True)
+            verdicts_of_ranks = exchange.gather(reason, part, own_memory=own_memory, learns=True)
         except PayloadError as error:
-            found = exchange.gather(str(error), [], own_memory=own_memory)
-        if reasons := [other for other, _ in found if other]:
+            verdicts_of_ranks = exchange.gather(str(error), [], own_memory=own_memory)
+        if reasons := [other for other, _ in verdicts_of_ranks if other]:
             return reasons, 0.0
-        is_equal = _SampleComparison().match(samples, [sample for _, part in found for sample in part])
+        is_equal = _SampleComparison().match(samples, [sample for _, part in verdicts_of_ranks for sample in part])
         costs = []
         for _ in range(_TIMES):  # the first ones take longer, as their memory is new
             start = thread_time()  # without waiting for other ranks

@@ -66,11 +66,11 @@ class SampleExchange:
         small = packed.num_bytes <= _TOGETHER
         joined = packed.joined() if small else b""
         rows = self._exchange(encode_value((note, packed.outline, packed.places, packed.num_bytes, joined)))
-        found = [decode_value(bytes(row[SIZE:])) for row in rows]
-        most = max((0 if one[4] else one[3]) for one in found)
+        decoded = [decode_value(bytes(row[SIZE:])) for row in rows]
+        most = max((0 if one[4] else one[3]) for one in decoded)
         elements = self._gather_elements(packed, small, most) if most else None
         result = []
-        for rank, (other, outline, places, size, joined) in enumerate(found):
+        for rank, (other, outline, places, size, joined) in enumerate(decoded):
             if rank == self._session.rank:
                 result.append((other, list(mine)))
                 continue

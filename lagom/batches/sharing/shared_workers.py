@@ -66,7 +66,7 @@ class SharedWorkers:
         forget_tasks(iterator)
         if not self._session.rank:
             return self._get_and_send(original, iterator)
-        found, error, alive, has_changed = self.broadcast.receive()
+        task, error, alive, has_changed = self.broadcast.receive()
         for worker, is_alive in enumerate(alive):
             if iterator._workers_status[worker] and not is_alive:
                 iterator._mark_worker_as_unavailable(worker)
@@ -74,7 +74,7 @@ class SharedWorkers:
             self.remember(NEVER)
         if error is not None:
             raise error
-        return found
+        return task
 
     def _get_and_send(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         send = self.broadcast.send

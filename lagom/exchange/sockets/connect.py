@@ -147,14 +147,14 @@ def reach(
     while True:
         left_s = max(0.01, deadline - time.monotonic())
         again: tuple[type[OSError], ...] = (HungUp, ConnectionResetError, BrokenPipeError)
-        found: socket.socket | None = None
+        connection: socket.socket | None = None
         try:
-            found = _dialled(place, left_s)
-            introduce(found, credentials.key, end, peer, left_s)
-            return _proven(encrypted(found, credentials, accepts=False), end, peer, listens=False)
+            connection = _dialled(place, left_s)
+            introduce(connection, credentials.key, end, peer, left_s)
+            return _proven(encrypted(connection, credentials, accepts=False), end, peer, listens=False)
         except OSError as error:
-            if found is not None:
-                found.close()
+            if connection is not None:
+                connection.close()
             refused = waits and isinstance(error, ConnectionRefusedError)
             if not (refused or isinstance(error, again)) or time.monotonic() >= deadline:
                 raise
@@ -202,14 +202,14 @@ def listen(family: int, address: str | tuple[str, int]) -> socket.socket:
 
 def _dialled(place: bytes | tuple[str, int], timeout_s: float) -> socket.socket:
     if isinstance(place, tuple):
-        found = socket.create_connection(place, timeout=timeout_s)
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return found
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.create_connection(place, timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        found.settimeout(timeout_s)
-        found.connect(place)
+        connection.settimeout(timeout_s)
+        connection.connect(place)
     except OSError:
-        found.close()
+        connection.close()
         raise
-    return found
+    return connection

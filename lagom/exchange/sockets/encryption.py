@@ -132,8 +132,8 @@ class EncryptedSocket:
         """Read the TLS records that have arrived into ``view``; return the number of bytes."""
         count = 0
         try:
-            while found := self._connection.recv_into(view[count:]):
-                count += found
+            while num_read := self._connection.recv_into(view[count:]):
+                count += num_read
                 if count == len(view):
                     break
         except _WOULD_WAIT:

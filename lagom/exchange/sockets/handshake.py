@@ -70,16 +70,16 @@ class End(NamedTuple):
             Misdirected: when the other end means another connection.
         """
         rank, meant, digest = CLAIM.unpack(claim)
-        found = f"rank {rank} answered"
+        fault = f"rank {rank} answered"
         if (rank, digest) == (peer, self.digest(peer, listens=listens)):
             if meant == self.rank:
                 return
-            found += f", which means rank {meant}"
+            fault += f", which means rank {meant}"
         elif rank == peer:
-            found += " for another purpose, or from another host"
+            fault += " for another purpose, or from another host"
         what = self.purpose.partition(" at ")[0]
         raise Misdirected(
-            f"rank {self.rank} connected with rank {peer} ({what}), and {found}: something between the hosts exchanges "
+            f"rank {self.rank} connected with rank {peer} ({what}), and {fault}: something between the hosts exchanges "
             "the connections of ranks; let their ports be neither forwarded nor redirected"
         )
 

@@ -128,8 +128,8 @@ class RingStream:
             poll = self._polls[sends, receives] = select.poll()
             for one, events in wanted.items():
                 poll.register(one, events)
-        found = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
-        return any(events & ~select.POLLOUT for one, events in found if one == number) if found else None
+        ready = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
+        return any(events & ~select.POLLOUT for one, events in ready if one == number) if ready else None
 
 
 class _Sending:

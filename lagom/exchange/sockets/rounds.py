@@ -41,14 +41,14 @@ def rounds(num_hosts: int, host: int) -> list[Round]:
     left = 0
     while _RADIX**left < num_hosts:
         left += 1
-    found = []
+    pairs = []
     block = range(num_hosts)
     while len(block) > 1:
         blocks = _split(block, _best_cut(len(block), left)[1])
         own = next(i for i, one in enumerate(blocks) if host in one)
         block, left = blocks[own], left - 1
-        found.append(Round(blocks, own, block.index(host)))
-    return found[::-1]
+        pairs.append(Round(blocks, own, block.index(host)))
+    return pairs[::-1]
 
 
 @cache

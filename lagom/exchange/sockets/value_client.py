@@ -80,13 +80,13 @@ class ValueClient:
                 try:
                     self._arrived.release()
                     try:
-                        found = self._read()
+                        answer = self._read()
                     finally:
                         self._arrived.acquire()
                 finally:
                     self._is_read = False
                     self._arrived.notify_all()
-                self._answers[found[0]] = found[1:]
+                self._answers[answer[0]] = answer[1:]
             return self._answers.pop(number)
 
     def _read(self) -> tuple[int, int, bytes]:

@@ -103,28 +103,28 @@ class ValueServer:
         with self._changed:
             if what == Ask.AWAIT:
                 self._changed.wait_for(lambda: name in self._values, float(data))
-            found = self._values.get(name)
+            stored = self._values.get(name)
             if what == Ask.SET:
                 self._values[name] = data
             elif what == Ask.ADD:
                 try:
-                    found = self._values[name] = str(int(found or b"0") + int(data)).encode()
+                    stored = self._values[name] = str(int(stored or b"0") + int(data)).encode()
                 except ValueError:
                     raise ValueError(f"the value of {name!r} is no number to which one can be added") from None
             elif what == Ask.SWAP:
                 (size,) = _LENGTH.unpack_from(data)
                 expected = data[_LENGTH.size : _LENGTH.size + size]
-                if (found or b"") == expected:
+                if (stored or b"") == expected:
                     self._values[name] = data[_LENGTH.size + size :]
-                found = self._values.get(name, expected)
+                stored = self._values.get(name, expected)
             elif what == Ask.DELETE:
                 self._values.pop(name, None)
             elif what == Ask.COUNT:
-                found = str(len(self._values)).encode()
+                stored = str(len(self._values)).encode()
             if what in _SETTING and name in self._values:
                 self._changed.notify_all()
                 self._release(name)
-        return b"" if what == Ask.HAS and found is not None else found
+        return b"" if what == Ask.HAS and stored is not None else stored
 
     def close(self) -> None:
         """Close the connections."""

@@ -60,10 +60,10 @@ def write_frame(provided: Mapping[str, Any]) -> Mapping[str, Any]:
     frames = {name: provided[name] for name in ("train_set", "test_set") if is_frame(provided.get(name))}
     if not frames:
         return provided
-    found = {**provided, **{name: _replace_frame(frame, name) for name, frame in frames.items()}}
-    if "dataset" in found:
-        found["dataset"] = [found["train_set"], found["test_set"]]
-    return found
+    arguments = {**provided, **{name: _replace_frame(frame, name) for name, frame in frames.items()}}
+    if "dataset" in arguments:
+        arguments["dataset"] = [arguments["train_set"], arguments["test_set"]]
+    return arguments
 
 
 def _replace_frame(frame: Any, name: str) -> Any:

@@ -84,6 +84,7 @@ class Observe(Extension):
     """Timelines, trackers and the debugger."""
 
     name = "observe"
+    settings = ObserveSettings
     messages = "lagom.extensions.observe.debugger.messages"
 
     def is_wanted(self, plan: Plan) -> bool:

@@ -118,10 +118,8 @@ def trackers_on_rank(session: Session) -> Iterator[None]:
 
         is_followed: list[bool] = []
         changes: dict[str, Callable[[ModuleType], None]] = {}
-        if (
-            session.resumption.is_resumable
-        ):  # a snapshot may hold state of MLflow, which is set before the program imports it
-            follow_mlflow()
+        if session.resumption.is_resumable and plan.rehearsal is None:
+            follow_mlflow()  # a snapshot may hold state of MLflow, which is set before the program imports it
         elif distributed or plan.searches:
             changes["mlflow"] = follow_mlflow
         if distributed:

@@ -72,11 +72,11 @@ def _doctor(args: argparse.Namespace) -> int:
     try:
         if launcher == "spark":
             start_session(args.master, args.n)
-        found = visit(config, read_script([args.script]) if args.script else None)
+        results = visit(config, read_script([args.script]) if args.script else None)
     except LagomError as error:
-        found = [Finding("fail", "cluster", str(error))]
-    print(as_json(found) if args.json else print_findings(found))
-    return int(any(one.level == "fail" for one in found))
+        results = [Finding("fail", "cluster", str(error))]
+    print(as_json(results) if args.json else print_findings(results))
+    return int(any(one.level == "fail" for one in results))
 
 
 def _show(args: argparse.Namespace) -> int:

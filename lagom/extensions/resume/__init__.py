@@ -59,6 +59,7 @@ class Resume(Extension):
     """Snapshots, and runs that continue from them."""
 
     name = "resume"
+    settings = ResumeSettings
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""

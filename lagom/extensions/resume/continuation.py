@@ -116,8 +116,8 @@ def continuation_code(
     if hasattr(function, "type_params"):
         changed.type_params, outer.type_params = [], []
     tree = _with_replaced(source, function, outer)
-    found = next(code for code in codes(source.compiled(tree)) if code.co_name == _REST)
-    return found.replace(co_name=function.name)
+    rest_code = next(code for code in codes(source.compiled(tree)) if code.co_name == _REST)
+    return rest_code.replace(co_name=function.name)
 
 
 def script_code(source: SourceFile, node: ast.AST, is_innermost: bool) -> types.CodeType:

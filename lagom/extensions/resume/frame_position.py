@@ -49,10 +49,10 @@ def position_of(frame: types.FrameType, source: SourceFile) -> FramePosition:
     if not (is_loop or name.startswith(("CALL", "PRECALL"))):  # in 3.11 a specialised PRECALL calls C
         raise NoSnapshotError(f"{place_of(frame)} is neither at a call nor at a loop")
     where = line, column, end_line, end_column
-    found = FramePosition(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)
-    if found.node(source) is None:
+    position = FramePosition(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)
+    if position.node(source) is None:
         raise NoSnapshotError(f"{place_of(frame)} is inside of a comprehension or another expression")
-    return found
+    return position
 
 
 def place_of(frame: types.FrameType) -> str:

@@ -82,17 +82,17 @@ class ProgramFrames:
         Raises:
             NoSnapshotError: if one of them could not go on in another process, or a library's frame is among them.
         """
-        found: list[tuple[types.FrameType, FramePosition]] = []
+        positions: list[tuple[types.FrameType, FramePosition]] = []
         while frame is not None and frame.f_code is not self._boundary:
             name = frame.f_code.co_filename
             if name in self._sources:
-                found.append((frame, self._position(frame, is_innermost=not found)))
+                positions.append((frame, self._position(frame, is_innermost=not positions)))
             elif not any(part in name for part in _PASSED) and not self._is_help(frame):
                 raise NoSnapshotError(f"{place_of(frame)} is between the program and its loader")
             frame = frame.f_back
-        if frame is None or not found:
+        if frame is None or not positions:
             raise NoSnapshotError("no function of the program's own is running")
-        return found[::-1]
+        return positions[::-1]
 
     def _is_help(self, frame: types.FrameType) -> bool:
         return HELP in frame.f_code.co_varnames
@@ -118,10 +118,10 @@ class ProgramFrames:
             raise NoSnapshotError(
                 f"{place_of(frame)} is no function of its own, but a lambda, comprehension or class body"
             )
-        found = position_of(frame, source)
-        node = found.node(source)
+        position = position_of(frame, source)
+        node = position.node(source)
         assert node is not None
-        if not is_innermost and found.is_loop:
+        if not is_innermost and position.is_loop:
             raise NoSnapshotError(f"{place_of(frame)} iterates over an iterator of the program's own")
         if (
             is_innermost
@@ -133,7 +133,7 @@ class ProgramFrames:
         missing = set(_stack_names(source, function, node)) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         if missing and not isinstance(function, ast.Module):
             raise NoSnapshotError(f"{place_of(frame)} calls locals(), or was defined after the run had begun")
-        return found, read
+        return position, read
 
     def states(self, frames: Sequence[tuple[types.FrameType, FramePosition]], iterator: Any) -> list[FrameState]:
         """Return the states of ``frames``, the innermost of which is about to take an item of ``iterator``.
@@ -190,7 +190,7 @@ class ProgramFrames:
             assert function is not None
             if isinstance(function, ast.Module):
                 code = script_code(source, node, call is None)
-                call = functools.partial(_go_on, code, module(state.module), state.values, call)
+                call = functools.partial(_run_rest_of_script, code, module(state.module), state.values, call)
                 continue
             code = continuation_code(source, function, node, call is None, list(state.values), list(state.cells))
             closure = tuple(state.cells[name] for name in code.co_freevars)
@@ -201,7 +201,7 @@ class ProgramFrames:
         return call
 
 
-def _go_on(
+def _run_rest_of_script(
     code: types.CodeType, variables: dict[str, Any], kept: dict[str, Any], call: Callable[[], Any] | None
 ) -> None:
     """Run the rest of a script."""
@@ -226,29 +226,29 @@ def _reads_next(outer: Any, iterator: Any) -> bool:
 def _stack_names(source: SourceFile, function: Function, node: ast.AST) -> list[str]:
     """Return the variables for the iterators and managers that are in use at ``node``."""
     chain = source.chain(node, function) or []
-    found = []
+    names = []
     for above, below in zip(chain, [*chain[1:], None], strict=True):
         is_body = below is None or source.parents[below][1] == "body"
         if isinstance(above, ast.For) and is_body:
-            found.append(iterator_name(above))
+            names.append(iterator_name(above))
         elif isinstance(above, ast.With) and is_body:
-            found += [manager_name(above, number) for number in range(len(above.items))]
-    return found
+            names += [manager_name(above, number) for number in range(len(above.items))]
+    return names
 
 
 def _cells(frame: types.FrameType, values: Mapping[str, Any], names: set[str]) -> dict[str, types.CellType]:
     """Return the cells of ``frame``, which it shares with functions defined in it, or with the function around it."""
-    found: dict[str, types.CellType] = {}
+    cells: dict[str, types.CellType] = {}
     for function in gc.get_objects():
         if type(function) is not types.FunctionType or not names & {*function.__code__.co_freevars}:
             continue
         if function.__code__.co_filename != frame.f_code.co_filename:
             continue
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name in names and name not in found and _holds(cell, values, name) and _is_of(frame, name, cell):
-                found[name] = cell
+            if name in names and name not in cells and _holds(cell, values, name) and _is_of(frame, name, cell):
+                cells[name] = cell
     # A variable that no living function shares is the frame's alone.
-    return {name: found[name] if name in found else _new_cell(values, name) for name in names}
+    return {name: cells[name] if name in cells else _new_cell(values, name) for name in names}
 
 
 def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:

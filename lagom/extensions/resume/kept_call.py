@@ -122,12 +122,12 @@ def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder
             "terminal a search goes on by lagom search --resume FOLDER"
         )
     try:
-        found = SnapshotFolder.of(folder)
+        snapshots = SnapshotFolder.of(folder)
     except OSError as error:
         raise LagomError(no_snapshots(folder.path)) from error
     try:
-        found.check_owner()
-        run: KeptRun = _read(found, SETTINGS)
+        snapshots.check_owner()
+        run: KeptRun = _read(snapshots, SETTINGS)
     except FileNotFoundError as error:
         raise LagomError(no_snapshots(folder.path)) from error
     before, path = os.getcwd(), list(sys.path)
@@ -137,8 +137,8 @@ def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder
         raise LagomError(f"the run was called in {run.cwd}, which is not there any more: {error}") from error
     try:
         sys.path += [entry for entry in run.sys_path if entry not in sys.path]
-        call: Call = _read(found, CALL)
-        has_ended = found.has_result()
+        call: Call = _read(snapshots, CALL)
+        has_ended = snapshots.has_result()
         if not has_ended and (changed := sorted(_changed_functions(call))):
             raise LagomError(
                 f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
@@ -150,7 +150,7 @@ def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder
                 f"lagom: {run.name}: {', '.join(edited)} {have} been edited since the run began; the run goes on as "
                 "it was, so begin a new run for the new code\n"
             )
-        yield run, call, found
+        yield run, call, snapshots
     finally:
         os.chdir(before)
         sys.path[:] = path

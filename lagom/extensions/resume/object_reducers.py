@@ -43,8 +43,8 @@ def reduce_object(value: Any) -> Any:
     if isinstance(value, logging.Handler):
         state = {name: one for name, one in vars(value).items() if name not in ("lock", "stream")}
         return _handler, (type(value), state, getattr(value, "stream", None))
-    found = reduce_bar(value)
-    return reduce_event_writer(value) if found is NotImplemented else found
+    reduced = reduce_bar(value)
+    return reduce_event_writer(value) if reduced is NotImplemented else reduced
 
 
 def _spec_of(example: Any) -> TreeSpec:
@@ -101,9 +101,9 @@ def _handler(kind: type[logging.Handler], state: dict[str, Any], stream: Any) ->
 
 
 def _reduce_file(file: Any) -> Any:
-    found = standard_streams(file)
-    if found is not NotImplemented:
-        return found
+    stream = standard_streams(file)
+    if stream is not NotImplemented:
+        return stream
     if file.closed:
         return _closed, ()
     if isinstance(file, (io.BytesIO, io.StringIO)):

@@ -31,12 +31,12 @@ def _has_saved(node: Any) -> bool:
     names = (*_saved_names(type(node)), *(["saved_tensors"] if hasattr(type(node), "saved_tensors") else []))
     for name in names:
         try:
-            found = getattr(node, name)
+            value = getattr(node, name)
         except RuntimeError:  # a backward has freed it
             return False
-        if isinstance(found, (list, tuple)) and not found:
+        if isinstance(value, (list, tuple)) and not value:
             continue
-        if found is not None and not _is_empty(found):
+        if value is not None and not _is_empty(value):
             return True
     return False
 

@@ -140,15 +140,15 @@ class ProgramInProgress:
         try:
             if source is None:
                 source = SourceFile(code.co_filename, text)
-            found = source.with_named_stack.get((code.co_qualname, code.co_firstlineno))
+            stack = source.with_named_stack.get((code.co_qualname, code.co_firstlineno))
         except SyntaxError:
             return
-        if found is None or found.co_freevars != code.co_freevars or not (source.is_of(code) or found == code):
+        if stack is None or stack.co_freevars != code.co_freevars or not (source.is_of(code) or stack == code):
             return
         self._sources[code.co_filename] = source
         self._globals.setdefault(function.__globals__["__name__"], function.__globals__)
         self._functions.append(function)
-        function.__code__ = found
+        function.__code__ = stack
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -295,15 +295,15 @@ class ProgramInProgress:
         These are the modules of its functions, those that they import, and all whose objects are in ``variables`` or in
         the variables of a module found so far.
         """
-        found = dict(self._globals)
-        waiting = [*found.values(), *variables, {name: sys.modules.get(name) for name in self._imports}]
+        modules = dict(self._globals)
+        waiting = [*modules.values(), *variables, {name: sys.modules.get(name) for name in self._imports}]
         while waiting:
             for value in list(waiting.pop().values()):
                 module = _own_module(value)
-                if module is not None and module.__name__ not in found:
-                    found[module.__name__] = vars(module)
+                if module is not None and module.__name__ not in modules:
+                    modules[module.__name__] = vars(module)
                     waiting.append(vars(module))
-        return found
+        return modules
 
     def _is_changed(self, owner: str | type, name: str, value: Any) -> bool:
         """Return whether ``name`` of ``owner``, a module or class, had another value or none before the program ran."""
@@ -344,8 +344,8 @@ class ProgramInProgress:
             named |= {f"{frame.position.function}()'s shared {i}": one[2] for i, one in enumerate(frame.contents)}
         for module, variables in state.variables.items():
             named |= {f"{module}.{name}": value for name, value in variables.items()}
-        found = find_unpicklable(named, can_pickle)
-        return f"{found or 'a part of the program'} cannot be kept: {' '.join(str(error).split())}"
+        culprit = find_unpicklable(named, can_pickle)
+        return f"{culprit or 'a part of the program'} cannot be kept: {' '.join(str(error).split())}"
 
 
 def _own_module(value: Any) -> types.ModuleType | None:

@@ -104,11 +104,11 @@ class Rest:
         if isinstance(node, _SIMPLE):
             return self._whole([self._with_call(node, depth)])
         find = getattr(self, f"_in_{type(node).__name__.lower()}", None)
-        found: list[ast.stmt] | None = find(node, field, depth) if find is not None else None
-        if found is None:
+        statements: list[ast.stmt] | None = find(node, field, depth) if find is not None else None
+        if statements is None:
             line = getattr(node, "lineno", 0)
             raise NoSnapshotError(f"{self._name} is inside of a statement at line {line} that cannot be resumed")
-        return found
+        return statements
 
     def _loop(self, node: ast.For, iterator: ast.expr) -> list[ast.stmt]:
         """Return ``node`` over an ``iterator`` that is in its variable already."""

@@ -118,9 +118,9 @@ def _locked_run(
     A run at a URL is first copied to this machine; other runs have None in place of the upload.
     """
     if not is_url(run_dir):
-        found = open_run(run_dir, TorchDistributedConfig().run_dir)
-        with read_call(found) as (run, call, snapshots), snapshots.locked():
-            yield found, run, call, snapshots, None
+        opened = open_run(run_dir, TorchDistributedConfig().run_dir)
+        with read_call(opened) as (run, call, snapshots), snapshots.locked():
+            yield opened, run, call, snapshots, None
         return
     upload = Upload.again(os.fspath(run_dir))
     copies = SnapshotCopies(upload.file_system, upload.root, upload.url)

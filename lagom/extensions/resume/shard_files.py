@@ -74,18 +74,18 @@ class ShardFiles:
         Raises:
             SnapshotError: if no rank has written some of these bytes.
         """
-        found = torch.empty(last - first, dtype=torch.uint8)
+        buffer = torch.empty(last - first, dtype=torch.uint8)
         reached = first
         for begin, end, raw in self._overlapping(key, first, last):
             if begin > reached:
                 break
             piece = raw[reached - begin : min(end, last) - begin]
             if len(piece):
-                found[reached - first :][: len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
+                buffer[reached - first :][: len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
             reached = max(reached, min(end, last))
         if reached < last:
             raise SnapshotError(f"no rank has kept bytes {reached} to {last} of {key}; begin a new run")
-        return found
+        return buffer
 
     def _overlapping(self, key: Any, first: int, last: int) -> Iterator[tuple[int, int, memoryview]]:
         ranges = self._ranges.get(key, [])

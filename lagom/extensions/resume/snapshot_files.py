@@ -149,7 +149,7 @@ class SnapshotFiles:
         Raises:
             LagomError: if a rank could not write its shards, or they belong to another state than ``version``.
         """
-        found: list[Mapping[str, Any]] = []
+        parts: list[Mapping[str, Any]] = []
         for rank in range(world_size):
             while (noted := self._folder.noted_part(number, rank)) is None:
                 pause()
@@ -157,8 +157,8 @@ class SnapshotFiles:
                 raise LagomError(f"rank {rank} could not write its shards: {noted['why']}")
             if noted["version"] != version:
                 raise LagomError(f"the shards of rank {rank} belong to another step of the program")
-            found.append({"bytes": noted["bytes"], "sha256": noted["sha256"]})
-        return found
+            parts.append({"bytes": noted["bytes"], "sha256": noted["sha256"]})
+        return parts
 
     def open_parts(self, snapshot: Snapshot) -> list[int]:
         """Return descriptors of the files with shards of the snapshot that the rank goes on from, in rank order.
@@ -172,11 +172,11 @@ class SnapshotFiles:
         """
         if snapshot.parts and not self.is_shared:
             raise SnapshotError(f"{socket.gethostname()} {UNSEEN}")
-        found = [self._folder.open_part(snapshot.number, rank) for rank in range(len(snapshot.parts))]
-        for rank, (fd, part) in enumerate(zip(found, snapshot.parts, strict=True)):
+        parts = [self._folder.open_part(snapshot.number, rank) for rank in range(len(snapshot.parts))]
+        for rank, (fd, part) in enumerate(zip(parts, snapshot.parts, strict=True)):
             if os.fstat(fd).st_size != part["bytes"]:
                 raise SnapshotError(f"snapshot {snapshot.number} is damaged: the part of rank {rank} has another size")
-        return found
+        return parts
 
     def _send(self, name: str, fd: int) -> str:
         spec = self._spec

@@ -126,7 +126,7 @@ class Snapshots:
             self._pace.stop()
             self._tell(NoSnapshot(why=why))
         script = self.program.prepare(call, known)
-        return self._go_on(resumed) if resumed is not None else script
+        return self._restore(resumed) if resumed is not None else script
 
     def point(self, iterator: Any) -> None:
         """Take a snapshot if one is due, or see whether the last one is written; only rank 0 does anything.
@@ -317,7 +317,7 @@ class Snapshots:
         if line := describe_differences(known):
             self._session.say_once(line)
 
-    def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
+    def _restore(self, snapshot: Snapshot) -> Callable[[], Any]:
         self._compare_device(snapshot)
         with open(self._files.open_state(snapshot), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

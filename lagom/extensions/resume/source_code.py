@@ -195,17 +195,17 @@ class NamedStack(ast.NodeTransformer):
 
 def names_in(statements: Iterable[ast.stmt]) -> list[str]:
     """Return the variables for the iterators and managers of ``statements``, without functions and classes in them."""
-    found, waiting = list[str](), list[ast.AST](statements)
+    names, waiting = list[str](), list[ast.AST](statements)
     while waiting:
         node = waiting.pop()
         if isinstance(node, _Scope):
             continue
         if isinstance(node, ast.For):
-            found.append(iterator_name(node))
+            names.append(iterator_name(node))
         elif isinstance(node, ast.With):
-            found += [manager_name(node, number) for number in range(len(node.items))]
+            names += [manager_name(node, number) for number in range(len(node.items))]
         waiting += ast.iter_child_nodes(node)
-    return found
+    return names
 
 
 def clear_left(variables: LocalVariables, node: ast.Try | ast.TryStar) -> None:

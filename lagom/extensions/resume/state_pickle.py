@@ -127,34 +127,34 @@ class _StatePickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is types.FunctionType:
-            found = _function(value)
+            reduced = _function(value)
         elif kind is types.CellType:
-            found = types.CellType, ()
+            reduced = types.CellType, ()
         elif isinstance(value, torch.Tensor):
-            found = self._tensor(value)
+            reduced = self._tensor(value)
         elif kind is weakref.ref:
-            found = _weak, (value(),)
+            reduced = _weak, (value(),)
         elif kind is _Lock or kind is _RLock:
             if value.locked() if kind is _Lock else value._is_owned():
                 raise pickle.PicklingError("a lock is held")
-            found = threading.Lock if kind is _Lock else threading.RLock, ()
+            reduced = threading.Lock if kind is _Lock else threading.RLock, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
         elif isinstance(value, types.ModuleType) and _now.kept.get(value.__name__) is value:
-            found = importlib.import_module, (value.__name__,)
+            reduced = importlib.import_module, (value.__name__,)
         elif kind in (typing.NewType, typing.ParamSpec) and value.__module__ in _now.kept:
             given = (value.__supertype__,) if kind is typing.NewType else ()
-            found = _type_made, (kind, (value.__name__, *given), value.__module__)
+            reduced = _type_made, (kind, (value.__name__, *given), value.__module__)
         elif kind is LearnedFacts:
-            found = value.reduced(self.memo.copy())
+            reduced = value.reduced(self.memo.copy())
         elif is_filled_cache(value):
             raise pickle.PicklingError(f"{value.__qualname__} is a cache that holds values")
         else:
-            found = self.reduce(value)
-        found = super().reducer_override(value) if found is NotImplemented else found
-        if isinstance(value, type) and isinstance(found, tuple) and getattr(value, "__module__", None) in _now.kept:
-            return _class_made, found[:2], *found[2:]
-        return found
+            reduced = self.reduce(value)
+        reduced = super().reducer_override(value) if reduced is NotImplemented else reduced
+        if isinstance(value, type) and isinstance(reduced, tuple) and getattr(value, "__module__", None) in _now.kept:
+            return _class_made, reduced[:2], *reduced[2:]
+        return reduced
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if value.grad_fn is not None:
@@ -169,9 +169,9 @@ class _StatePickler(Pickler):
             raise pickle.PicklingError("a tensor has hooks")
         if type(value) is not torch.Tensor or vars(value) or value.layout != torch.strided or value.is_inference():
             return NotImplemented
-        found = self.reduce(value)  # with ``zero_lvl=3`` its values are in shards
-        found = super().reducer_override(value) if found is NotImplemented else found
-        make, args = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2] if found is NotImplemented else found[:2]
+        reduced = self.reduce(value)  # with ``zero_lvl=3`` its values are in shards
+        reduced = super().reducer_override(value) if reduced is NotImplemented else reduced
+        make, args = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2] if reduced is NotImplemented else reduced[:2]
         return _tensor_made, (make, args, min(value._version, _MAX_VERSION))
 
 

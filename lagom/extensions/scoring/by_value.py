@@ -41,7 +41,7 @@ def pickled_scorer(scorer: RowScorer, cloudpickle: Any) -> bytes:
     """
     with pickling_by_value(cloudpickle):
         try:
-            found: bytes = cloudpickle.dumps(scorer)
+            pickled: bytes = cloudpickle.dumps(scorer)
         except Exception as error:
 
             def can_pickle(value: object) -> bool:
@@ -52,4 +52,4 @@ def pickled_scorer(scorer: RowScorer, cloudpickle: Any) -> bytes:
             parts = {name: getattr(scorer, name) for name in ("model", "transform", "postprocess")}
             what = find_unpicklable(parts, can_pickle) or "the model"
             raise PayloadError(f"{what} cannot be sent: {type(error).__name__}: {error}") from error
-    return found
+    return pickled

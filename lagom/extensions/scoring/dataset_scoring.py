@@ -30,9 +30,9 @@ def score_dataset(scorer: RowScorer, inputs: Inputs, data: Any) -> Any:
     if not len(data):
         raise ValueError("the data set has no items, and so the types of the outputs are not known")
     size = scorer.batch_size or _BATCH_SIZE
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for number, batch in enumerate(DataLoader(data, batch_size=size)):
-        if not found and scorer.transform is None and isinstance(batch, Mapping):
+        if not rows and scorer.transform is None and isinstance(batch, Mapping):
             _, scorer.arguments = model_inputs(inputs, None, scorer.model.forward, list(batch))
         first = number * size
         num_rows = min(size, len(data) - first)
@@ -42,12 +42,12 @@ def score_dataset(scorer: RowScorer, inputs: Inputs, data: Any) -> Any:
             raise
         except Exception as error:
             raise ScoringError(_explained(scorer, inputs, data, first, num_rows, error)) from error
-        found.append(named_outputs(output, scorer.names, num_rows))
+        rows.append(named_outputs(output, scorer.names, num_rows))
     columns: dict[str, Any] = {
-        name: torch.cat([part[name] for part in found])
+        name: torch.cat([part[name] for part in rows])
         if isinstance(value, torch.Tensor)
-        else [text for part in found for text in part[name]]
-        for name, value in found[0].items()
+        else [text for part in rows for text in part[name]]
+        for name, value in rows[0].items()
     }
     if INPUT in columns:
         raise ValueError(f"an output is called {INPUT!r}, as the items are; give it another name by outputs=")

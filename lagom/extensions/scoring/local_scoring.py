@@ -127,11 +127,11 @@ def _scores(scorer: RowScorer, rows: Any) -> list[Any]:
 
     rows = rows.select(list(dict.fromkeys([*scorer.columns, *scorer.key])))
     scorer.check_nulls(rows)
-    first, found = 0, []
+    first, batches = 0, []
     for batch in rows.to_batches():
-        found.append(scorer.score(batch, first))
+        batches.append(scorer.score(batch, first))
         first += len(batch)
-    return [pa.chunked_array([arrays[n] for arrays in found], each.type) for n, each in enumerate(scorer.schema)]
+    return [pa.chunked_array([arrays[n] for arrays in batches], each.type) for n, each in enumerate(scorer.schema)]
 
 
 def _has_row(batch: Any, present: Sequence[str]) -> bool:

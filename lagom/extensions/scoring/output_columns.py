@@ -21,8 +21,8 @@ def named_outputs(output: Any, names: Sequence[str] | None, num_rows: int) -> di
     Raises:
         ScoringError: if an output has another number of rows, cannot be a column, or has no name in ``names``.
     """
-    found = _by_name(output)
-    if found is None:
+    outputs = _by_name(output)
+    if outputs is None:
         many = isinstance(output, (tuple, list)) and not _is_texts(output)
         values = [value for value in output if value is not None] if many else [output]
         given = names or ([f"{DEFAULT_NAME}_{n}" for n in range(len(values))] if many else [DEFAULT_NAME])
@@ -30,14 +30,14 @@ def named_outputs(output: Any, names: Sequence[str] | None, num_rows: int) -> di
             raise ScoringError(
                 f"outputs= has {_count(given, 'name')}, and the model returned {_count(values, 'output')}"
             )
-        found = dict(zip(given, values, strict=True))
+        outputs = dict(zip(given, values, strict=True))
     elif names is not None:
-        if missing := [name for name in names if name not in found]:
-            raise ScoringError(f"the model returned no output {missing[0]!r}, but {', '.join(map(repr, found))}")
-        found = {name: found[name] for name in names}
-    if not found:
+        if missing := [name for name in names if name not in outputs]:
+            raise ScoringError(f"the model returned no output {missing[0]!r}, but {', '.join(map(repr, outputs))}")
+        outputs = {name: outputs[name] for name in names}
+    if not outputs:
         raise ScoringError("the model returned nothing; want a tensor, or a tuple, dict or dataclass of tensors")
-    return {name: _rows(name, value, num_rows) for name, value in found.items()}
+    return {name: _rows(name, value, num_rows) for name, value in outputs.items()}
 
 
 def _by_name(output: Any) -> dict[str, Any] | None:
@@ -135,12 +135,12 @@ def _array_of_pandas(series: Any, name: str) -> Any:
     try:
         if isinstance(cell, np.ndarray) and cell.ndim > 1:
             return nested(np.stack(list(series)))
-        found = pa.array(series, from_pandas=True)
+        array = pa.array(series, from_pandas=True)
     except (ValueError, TypeError) as error:  # Arrow's errors are of these classes
         raise ScoringError(
             f"column {name!r} has values of several types, or arrays of several shapes: {error}"
         ) from error
-    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
 _ARROW = {

@@ -223,8 +223,8 @@ class Predictor:
         check_types(columns, arguments, rows.schema)
         scorer.check_nulls(rows)
         if (batch := scorer.first_rows(rows)) is not None:
-            found = scorer.describe(batch, where or "the rows without nulls" * scorer.skips_nulls)
-            scorer.schema = self._schema if self._schema is not None else found
+            described = scorer.describe(batch, where or "the rows without nulls" * scorer.skips_nulls)
+            scorer.schema = self._schema if self._schema is not None else described
         if scorer.schema is None:
             raise ValueError(
                 "the table has no rows that can be scored, and so the types of the outputs are not known; give them: "

@@ -182,8 +182,8 @@ class RowScorer:
         try:
             output = self._computed(batch)
         except CellError as error:
-            found = "" if error.row is None else f"{self._named(batch, error.row, rows, where)}: "
-            raise ScoringError(f"{found}{error}") from None
+            row_text = "" if error.row is None else f"{self._named(batch, error.row, rows, where)}: "
+            raise ScoringError(f"{row_text}{error}") from None
         except ScoringError:
             raise
         except Exception as error:

@@ -32,14 +32,14 @@ def trained_model(model: Any, module: Callable[..., Any] | None, entry: str | in
     import torch
 
     configured = model.module if isinstance(model, Result) else None
-    found = _found(model.value if isinstance(model, Result) else model, entry)
-    if isinstance(found, (str, os.PathLike)):
-        found = _found(_loaded(found), entry)
-    if isinstance(found, torch.nn.Module):
-        found = copy.deepcopy(_unwrapped(found))
+    trained = _found(model.value if isinstance(model, Result) else model, entry)
+    if isinstance(trained, (str, os.PathLike)):
+        trained = _found(_loaded(trained), entry)
+    if isinstance(trained, torch.nn.Module):
+        trained = copy.deepcopy(_unwrapped(trained))
     else:
-        found = _built(found, module, configured)
-    return found.cpu().eval()
+        trained = _built(trained, module, configured)
+    return trained.cpu().eval()
 
 
 def _found(value: Any, entry: str | int | None) -> Any:

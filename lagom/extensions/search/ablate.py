@@ -30,13 +30,13 @@ def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
             its processes were lost). An AblationError does not count.
     """
     extra = config.extra_arguments()
-    found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)
+    all_variants = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)
     end = time.monotonic() + config.timeout_s if config.timeout_s is not None else math.inf
     trials, ran = run_trials(
         train,
         config,
-        lambda folder: AblationTrials(found, config.seed_values, folder, end),
-        num_trials=len(found) * len(config.seed_values),
+        lambda folder: AblationTrials(all_variants, config.seed_values, folder, end),
+        num_trials=len(all_variants) * len(config.seed_values),
         extra=extra,
     )
     return AblationResult(

@@ -89,8 +89,8 @@ class MlflowTrials:
                 self._runs[spec.number] = made.info.run_id
         if spec.number not in self._runs or (_LOCAL.match(self._uri) and not sees_files):
             return {}
-        found = {"MLFLOW_RUN_ID": self._runs[spec.number], "MLFLOW_EXPERIMENT_ID": self._parent.experiment_id}
-        return found | {"MLFLOW_TRACKING_URI": self._uri}
+        environment = {"MLFLOW_RUN_ID": self._runs[spec.number], "MLFLOW_EXPERIMENT_ID": self._parent.experiment_id}
+        return environment | {"MLFLOW_TRACKING_URI": self._uri}
 
     def end(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
         """Log the hyperparameters and the metric of a trial, and how it ended."""

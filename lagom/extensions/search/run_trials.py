@@ -83,17 +83,7 @@ def run_trials(
         progress = SearchProgress(of_trial.name, where, number, direction, records, total, key)
         progress.restore(source.trials())
         progress.shows_output = config.log == "all"
-        trials_dir = (folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-")))) / "trials"
-        loop = TrialLoop(
-            source,
-            of_trial,
-            key,
-            config.max_failed_trials,
-            trials_dir,
-            progress,
-            stack.enter_context(mlflow_trials(of_trial.name, key)),
-            number,
-        )
+        loop = _make_loop(stack, source, of_trial, config, folder, progress, number)
         stack.callback(progress.close)
         interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number), timings)
         for problem in _put_best_in_place(source, loop, records):
@@ -110,6 +100,29 @@ def run_trials(
         where=where,
         run_dir=folder,
         interrupted=interrupted,
+    )
+
+
+def _make_loop(
+    stack: contextlib.ExitStack,
+    source: KeptTrialSource,
+    of_trial: Plan,
+    config: TrialsConfig,
+    folder: Path | None,
+    progress: SearchProgress,
+    number: int,
+) -> TrialLoop:
+    """Return the loop over trials, whose files are in ``folder``, or in a temporary one until ``stack`` is closed."""
+    trials_dir = (folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-")))) / "trials"
+    return TrialLoop(
+        source,
+        of_trial,
+        config.optimization_key,
+        config.max_failed_trials,
+        trials_dir,
+        progress,
+        stack.enter_context(mlflow_trials(of_trial.name, config.optimization_key)),
+        number,
     )
 
 

@@ -115,8 +115,8 @@ def _parameter(text: str) -> tuple[Any, ...]:
         number = _INTEGER if kind.startswith("int") else _NUMBER
         if wrong := [bound for bound in bounds if not number.fullmatch(bound)]:
             raise ValueError(f"{wrong[0]!r} is no {'whole ' * (number is _INTEGER)}number")
-        found = [int(bound) if number is _INTEGER else float(bound) for bound in bounds]
-        return (_RANGES[kind][0], found, *_RANGES[kind][1:])
+        numbers = [int(bound) if number is _INTEGER else float(bound) for bound in bounds]
+        return (_RANGES[kind][0], numbers, *_RANGES[kind][1:])
     values = text.split(",")
     if len(values) < 2:
         hint = f"a range is {', '.join(_RANGES)}{nearest(kind, tuple(_RANGES))}" if bounds else "one value"

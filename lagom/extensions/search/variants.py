@@ -42,16 +42,16 @@ def variants(study: AblationStudy, train: Callable[..., Any], provided: Mapping[
         )
     layers = _Layers(train, provided)
     _check_features(study, provided)
-    found = [Variant(name=BASE)]
+    all_variants = [Variant(name=BASE)]
     for number, component in enumerate(study.components):
         if component.layers:
-            found += _of_layers(number, component, layers)
+            all_variants += _of_layers(number, component, layers)
         else:
             if component.module is not None:
                 layers.check_asked(str(component))
-            found.append(Variant(name=str(component), component=number))
+            all_variants.append(Variant(name=str(component), component=number))
     unique: dict[str, Variant] = {}
-    for variant in found:
+    for variant in all_variants:
         first = unique.setdefault(variant.name, variant)
         if _stands_in(study, first) != _stands_in(study, variant):
             raise ValueError(
@@ -118,15 +118,15 @@ class _Layers:
         """
         self.check_asked(str(component))
         names = self._known()
-        found: list[str] = []
+        matched: list[str] = []
         for given in component.layers:
             if component.prefix or is_pattern(given):
-                found += self._matched(given, names, component.prefix)
+                matched += self._matched(given, names, component.prefix)
             else:
                 if names is not None:
                     check_layer(given, names, self._title())
-                found.append(given)
-        return list(dict.fromkeys(found))
+                matched.append(given)
+        return list(dict.fromkeys(matched))
 
     def _matched(self, given: str, names: Sequence[str] | None, prefix: bool) -> list[str]:
         what = "prefix" if prefix else "pattern"
@@ -161,9 +161,9 @@ def _check_features(study: AblationStudy, provided: Mapping[str, Any]) -> None:
         return
     data = provided.get("train_set", provided.get("test_set"))
     if data is None or isinstance(data, str):
-        found = "no train_set" if data is None else f"the text {data!r} for a data set"
+        given = "no train_set" if data is None else f"the text {data!r} for a data set"
         raise ValueError(
-            f"the {components[0]} cannot be left out: the config has {found}. Give a data set, a DataFrame, or a "
+            f"the {components[0]} cannot be left out: the config has {given}. Give a data set, a DataFrame, or a "
             "function that makes one, by train_set="
         )
     if makes_data(data):  # a function that makes the data set runs on the ranks, which then check the names

@@ -44,6 +44,7 @@ class Verify(Extension):
     """Rehearsals before a run."""
 
     name = "verify"
+    settings = VerifySettings
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""

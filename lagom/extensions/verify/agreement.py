@@ -177,14 +177,14 @@ def _is_noise(number: int, leaf: RecordedLeaf, reference: Record) -> bool:
 
     Adam makes full steps even from such gradients.
     """
-    found = False
+    has_noise = False
     for step in reference.steps:
         if number in step.gradients:
-            found = True
+            has_noise = True
             whole = norm(value for sketch in step.gradients.values() for value in sketch)
             if norm(step.gradients[number]) > min(256 * leaf.epsilon, 0.01) * whole:
                 return False
-    return found
+    return has_noise
 
 
 def _samples(reference: Record, ranks: Sequence[Record], trained: bool) -> ComparisonRow:

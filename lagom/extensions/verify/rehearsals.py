@@ -44,20 +44,20 @@ def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
     started = time.monotonic()
     with snapshot_folder(plan, call) as snapshots:
         rehearsals = _Rehearsals(launcher, plan, call, snapshots)
-        found = rehearsals.judge(plan)
-        better = next((other for other in _others(plan, found) if _is_better(rehearsals.judge(other), found)), None)
-        may_run = _may_run(plan, found, better)
+        judged = rehearsals.judge(plan)
+        better = next((other for other in _others(plan, judged) if _is_better(rehearsals.judge(other), judged)), None)
+        may_run = _may_run(plan, judged, better)
         if may_run and snapshots is not None:
-            found = rehearsals.rehearse_restart(found)
+            judged = rehearsals.rehearse_restart(judged)
     verification = Verification(
         name=plan.name,
         setting=_named(plan, plan),
         where=launcher.where(),
         world_size=plan.world_size,
-        rows=found.rows,
-        verdict=found.verdict,
-        may_run=may_run and found.verdict != "strays",
-        told=advise(found.verdict, found.rows, None if better is None else _named(better, plan), found.is_shared),
+        rows=judged.rows,
+        verdict=judged.verdict,
+        may_run=may_run and judged.verdict != "strays",
+        told=advise(judged.verdict, judged.rows, None if better is None else _named(better, plan), judged.is_shared),
         seconds=time.monotonic() - started,
     )
     if not verification.may_run:

@@ -58,11 +58,11 @@ def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | N
                 tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=top, ignore_cleanup_errors=True)
             )
         except OSError as error:
-            found: SnapshotFolder | str = f"nothing can be written to run_dir: {error}"
+            folder: SnapshotFolder | str = f"nothing can be written to run_dir: {error}"
         else:
-            found = SnapshotFolder(os.path.realpath(path))
-            write_call(found, call)
-        yield found
+            folder = SnapshotFolder(os.path.realpath(path))
+            write_call(folder, call)
+        yield folder
 
 
 def _remove_empty(folder: os.PathLike[str]) -> None:

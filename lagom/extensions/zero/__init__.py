@@ -74,6 +74,7 @@ class Zero(Extension):
     """Sharding by lagom, or by DeepSpeed."""
 
     name = "zero"
+    settings = ZeroSettings
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""

@@ -61,9 +61,9 @@ class _Checkpoints:
         In the block, the ``state_dict()`` of a module is not copied to the CPU.
         """
         lazy = _LazyTensors(self)
-        found = {key: self._state_of(value, lazy) for key, value in state_dict.items()}
+        outlines = {key: self._state_of(value, lazy) for key, value in state_dict.items()}
         with self.streaming():
-            yield found, lazy
+            yield outlines, lazy
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
@@ -136,44 +136,14 @@ class _LazyTensors:
 
 
 def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import CheckpointException
 
-    session, files = checkpoints.session, CheckpointFiles(checkpoints.session)
-
-    class StreamedPlanner(DefaultSavePlanner):
-        """Gathers a tensor when it is about to be written.
-
-        Args:
-            frees: whether each tensor has been written when the next one is looked up, so that its memory can be freed:
-                torch's writer keeps all tensors of a file until the file is complete.
-        """
-
-        def __init__(self, lazy: _LazyTensors, frees: bool) -> None:
-            super().__init__()
-            self._lazy, self._frees = lazy, frees
-            self._written: torch.UntypedStorage | None = None
-
-        def lookup_object(self, index: Any) -> Any:
-            if self._written is not None:
-                self._written.resize_(0)
-            value = super().lookup_object(index)
-            found = self._lazy.values(value)
-            self._written = storage_of(found) if self._frees and found is not value else None
-            return found
+    session, files, planner = checkpoints.session, CheckpointFiles(checkpoints.session), _streamed_planner()
 
     def write(state_dict: Mapping[str, Any], given: dict[str, Any]) -> Any:
-        writer, place = given.get("storage_writer"), given.get("checkpoint_id")
-        if writer is None and place is not None and "://" not in os.fspath(place):
-            writer = given["storage_writer"] = FileSystemWriter(place)
-        # The setting is newer than torch 2.6. With safetensors, all tensors of a file are written at its end.
-        serialization = getattr(writer, "serialization_format", None)
-        frees = type(writer) is FileSystemWriter and getattr(serialization, "value", "torch_save") == "torch_save"
-        if frees:
-            vars(writer)["per_thread_copy_ahead"] = 0  # no tensor is looked up before the one before is written
-        if getattr(writer, "thread_count", 1) > 1:
-            vars(writer)["thread_count"] = 1  # tensors are gathered in this thread
+        frees = _choose_writer(given)
         with checkpoints.states(state_dict) as (states, lazy):
-            return original(states, planner=StreamedPlanner(lazy, frees), **_but_planner(given))
+            return original(states, planner=planner(lazy, frees), **_but_planner(given))
 
     @functools.wraps(original)
     def save(state_dict: Any, **given: Any) -> Any:
@@ -196,6 +166,51 @@ def _make_save(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
     return save
 
 
+def _streamed_planner() -> Callable[[_LazyTensors, bool], Any]:
+    """Return the class of planners for ``save``; a function, since it imports torch's class."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    class StreamedPlanner(DefaultSavePlanner):
+        """Gathers a tensor when it is about to be written.
+
+        Args:
+            frees: whether each tensor has been written when the next one is looked up, so that its memory can be freed:
+                torch's writer keeps all tensors of a file until the file is complete.
+        """
+
+        def __init__(self, lazy: _LazyTensors, frees: bool) -> None:
+            super().__init__()
+            self._lazy, self._frees = lazy, frees
+            self._written: torch.UntypedStorage | None = None
+
+        def lookup_object(self, index: Any) -> Any:
+            if self._written is not None:
+                self._written.resize_(0)
+            value = super().lookup_object(index)
+            gathered = self._lazy.values(value)
+            self._written = storage_of(gathered) if self._frees and gathered is not value else None
+            return gathered
+
+    return StreamedPlanner
+
+
+def _choose_writer(given: dict[str, Any]) -> bool:
+    """Set the writer among the arguments of ``save``; return whether it writes a tensor before it asks for the next."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    writer, path = given.get("storage_writer"), given.get("checkpoint_id")
+    if writer is None and path is not None and "://" not in os.fspath(path):
+        writer = given["storage_writer"] = FileSystemWriter(path)
+    # The setting is newer than torch 2.6. With safetensors, all tensors of a file are written at its end.
+    serialization = getattr(writer, "serialization_format", None)
+    frees = type(writer) is FileSystemWriter and getattr(serialization, "value", "torch_save") == "torch_save"
+    if frees:
+        vars(writer)["per_thread_copy_ahead"] = 0  # no tensor is looked up before the one before is written
+    if getattr(writer, "thread_count", 1) > 1:
+        vars(writer)["thread_count"] = 1  # tensors are gathered in this thread
+    return frees
+
+
 def _call_on_all_ranks(value: Any) -> Any:
     """Return the ``state_dict()`` of an object of the program's, which may step an optimizer; else ``value``."""
     from torch.distributed.checkpoint.stateful import Stateful
@@ -205,9 +220,28 @@ def _call_on_all_ranks(value: Any) -> Any:
 
 
 def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.distributed.checkpoint import DefaultLoadPlanner
+    files, planner = CheckpointFiles(checkpoints.session), _part_planner()
 
-    files = CheckpointFiles(checkpoints.session)
+    @functools.wraps(original)
+    def load(state_dict: Any, **given: Any) -> Any:
+        if not checkpoints.streams(given):
+            return original(state_dict, **given)
+        with files.reading(given), checkpoints.states(state_dict) as (states, lazy):
+            outlines = {key: value for key, value in states.items() if value is not state_dict[key]}
+            original(states, planner=planner(lazy), **_but_planner(given))
+            for key in states:
+                if key in outlines:
+                    _set_rest(state_dict[key], states[key], checkpoints, lazy)
+                elif states[key] is not state_dict[key]:
+                    state_dict[key] = states[key]
+        return None
+
+    return load
+
+
+def _part_planner() -> Callable[[_LazyTensors], Any]:
+    """Return the class of planners for ``load``; a function, since it imports torch's class."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
 
     class PartPlanner(DefaultLoadPlanner):
         """Reads a tensor of an optimizer whole, and keeps this rank's part of it."""
@@ -219,11 +253,11 @@ def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
             """Tensors that are being read, with the number of elements that are missing, by name."""
 
         def lookup_tensor(self, index: Any) -> torch.Tensor:
-            found: torch.Tensor = super().lookup_tensor(index)
-            if self._lazy.place(found) is None:
-                return found
+            stand_in: torch.Tensor = super().lookup_tensor(index)
+            if self._lazy.place(stand_in) is None:
+                return stand_in
             if index.fqn not in self._reading:
-                self._reading[index.fqn] = torch.empty(found.shape, dtype=found.dtype), found.numel()
+                self._reading[index.fqn] = torch.empty(stand_in.shape, dtype=stand_in.dtype), stand_in.numel()
             return self._reading[index.fqn][0]
 
         def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
@@ -240,21 +274,7 @@ def _make_load(checkpoints: _Checkpoints, original: Callable[..., Any]) -> Calla
                 sharded, number, entry = place
                 sharded.set_entry(number, entry, whole)
 
-    @functools.wraps(original)
-    def load(state_dict: Any, **given: Any) -> Any:
-        if not checkpoints.streams(given):
-            return original(state_dict, **given)
-        with files.reading(given), checkpoints.states(state_dict) as (states, lazy):
-            outlines = {key: value for key, value in states.items() if value is not state_dict[key]}
-            original(states, planner=PartPlanner(lazy), **_but_planner(given))
-            for key in states:
-                if key in outlines:
-                    _set_rest(state_dict[key], states[key], checkpoints, lazy)
-                elif states[key] is not state_dict[key]:
-                    state_dict[key] = states[key]
-        return None
-
-    return load
+    return PartPlanner
 
 
 def _set_rest(optimizer: Optimizer, state: Mapping[str, Any], checkpoints: _Checkpoints, lazy: _LazyTensors) -> None:

@@ -96,8 +96,8 @@ def _make_unscale(session: Session, gradients: GradientShards) -> Callable[..., 
             return result
         devices = sorted({p.device for p in every if gradients.has_gradient(p)}, key=str)
         with gradients.expose_shards():
-            found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
-        mine = [float(found[device]) if device in found else 0.0 for device in devices]
+            infinite: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+        mine = [float(infinite[device]) if device in infinite else 0.0 for device in devices]
         rows = gradients.exchange_numbers("GradScaler.unscale_()", mine)
         worst = [max(column) for column in zip(*rows, strict=True)]
         return {

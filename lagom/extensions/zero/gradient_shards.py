@@ -310,9 +310,9 @@ class GradientShards(GradientStore):
             DivergenceError: on all ranks, if another rank's shards are of an earlier or later gradient.
             LagomError: if the other ranks cannot be reached here.
         """
-        found: torch.Tensor | None = _slot.__get__(tensor)
-        if found is not None or not self._num_sharded or self._are_hidden:
-            return found
+        gradient: torch.Tensor | None = _slot.__get__(tensor)
+        if gradient is not None or not self._num_sharded or self._are_hidden:
+            return gradient
         entry = self._entry_if_cut(tensor)
         if entry is None:
             return None
@@ -347,11 +347,11 @@ class GradientShards(GradientStore):
                 "process; with zero_lvl=2 each rank has a part of it: read it in the thread that trains"
             )
         self._group.ask(b"%s %d %d" % (ASK, self._leaves.number(tensor), self._clock))
-        found = self._gather_gradient(tensor, entry)
+        gradient = self._gather_gradient(tensor, entry)
         entry.shard, entry.is_cut, entry.was_shown = None, False, True
-        entry.shown_version = self._clock, _version(found)
-        _slot.__set__(tensor, found)
-        return found
+        entry.shown_version = self._clock, _version(gradient)
+        _slot.__set__(tensor, gradient)
+        return gradient
 
     def _gather_gradient(self, tensor: torch.Tensor | None, entry: ShardedGradient | None) -> torch.Tensor:
         own = None if tensor is None or entry is None else self.own_part(tensor)
@@ -363,14 +363,14 @@ class GradientShards(GradientStore):
                 "with zero_lvl=2 each rank has a part of it: read it on every rank, or use zero_lvl=1"
             )
         dtype = next(row[1] for row in rows if row[1])
-        found = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        line = flatten_memory(found)
+        gradient = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        line = flatten_memory(gradient)
         for owner, start, end in entry.parts:
             piece = line[start:end]
             if own is not None and owner == self._group.rank:
                 piece.copy_(own)
             self._group.broadcast(piece.view(torch.uint8), owner)
-        return found
+        return gradient
 
     def _entry_if_cut(self, tensor: torch.Tensor) -> ShardedGradient | None:
         """Return the entry of a tensor of whose gradient this rank has only a shard; None for other gradients."""

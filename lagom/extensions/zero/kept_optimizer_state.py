@@ -80,7 +80,7 @@ class KeptOptimizerState(StatePlaceholder):
     def read(self, piece: ParameterPiece, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the state of ``piece`` of a sharded parameter, whatever ``piece.param`` is; {} if there is none."""
         entry = _entry(self.held.key, self._index[id(parameter)])
-        found = {}
+        entries = {}
         for name, (told, dtype, on_device) in (self._parts.value(entry) or {}).items():
             device = parameter.device if on_device else torch.device("cpu")
             if dtype is None:
@@ -92,21 +92,21 @@ class KeptOptimizerState(StatePlaceholder):
                 if piece.end - piece.start == parameter.numel():
                     value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
                     flatten_memory(value).copy_(line)
-            found[name] = value
-        return found
+            entries[name] = value
+        return entries
 
     def whole(self) -> Any:
         """Return the whole state, in the order in which the parameters got it."""
         if self._whole is None:
-            found, rest = self.held.new_state(), {id(key): (key, value) for key, value in self.held.rest}
+            whole_state, rest = self.held.new_state(), {id(key): (key, value) for key, value in self.held.rest}
             for parameter in self.held.every:
                 if id(parameter) in self._index:
                     if state := self.read(ParameterPiece(0, 0, parameter.numel()), parameter):
-                        found[parameter] = state
+                        whole_state[parameter] = state
                 elif id(parameter) in rest:
-                    found[parameter] = rest.pop(id(parameter))[1]
-            found.update(rest.values())
-            self._whole = found
+                    whole_state[parameter] = rest.pop(id(parameter))[1]
+            whole_state.update(rest.values())
+            self._whole = whole_state
         return self._whole
 
     def collect(self, values: dict[Any, Any], ranges: Ranges, rank: int, world_size: int) -> None:

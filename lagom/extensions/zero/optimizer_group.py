@@ -215,21 +215,21 @@ class OptimizerGroup:
     ) -> ShardedOptimizer | None:
         """Return the shards in which to step ``optimizer``; None if it is stepped whole."""
         every = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
-        found = self._found.get(optimizer)
+        known = self._found.get(optimizer)
         sharded = self._sharded.get(optimizer)
-        if found is None or found.parameters != every:
+        if known is None or known.parameters != every:
             if sharded is not None:
                 self.state(optimizer)  # gather the state, to shard it anew
-            found = self._probe(optimizer, every, inner, args, kwargs, found)
+            known = self._probe(optimizer, every, inner, args, kwargs, known)
             sharded = None
-        if found.finding.kind is ShardingKind.COUPLED:
+        if known.finding.kind is ShardingKind.COUPLED:
             return None
         if (
             sharded is None
             or not sharded.is_current
             or any(self._has_gradient(p) and self._can_shard(p) for p in sharded.idle)
         ):
-            sharded = self._shard_parameters(optimizer, found, sharded)
+            sharded = self._shard_parameters(optimizer, known, sharded)
         if any(self._is_own(p) for p in sharded.parameters):
             raise LagomError(
                 "a tensor that an optimizer has stepped on all ranks alike has become this rank's own, which zero_lvl "

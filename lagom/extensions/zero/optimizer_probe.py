@@ -147,16 +147,16 @@ class _Probe:
         attributes, which the program may read, and values of other types, such as a cached number of elements.
         """
         left, right = nothing.settings[-1], whole.settings[-1]
-        found = frozenset(
+        ignorable = frozenset(
             key
             for key, value in right.items()
             if key.startswith("_") and value in ("True", "False") and left.get(key) != value
         )
-        if found:
-            again = self._step_copy(lambda small, _: [small], reset=found)
+        if ignorable:
+            again = self._step_copy(lambda small, _: [small], reset=ignorable)
             if not all(map(torch.equal, again.values, whole.values)):
                 return frozenset()
-        return found
+        return ignorable
 
     def _have_equal_settings(self, one: _Outcome, other: _Outcome) -> bool:
         """Return whether the settings of two copies are equal, apart from those that no step depends on."""
@@ -275,12 +275,12 @@ def _has_separable_state(whole: _Outcome, *halves: _Outcome) -> bool:
             return False
         for key, value in state.items():
             for piece, other in pieces:
-                found = other[key]
+                other_value = other[key]
                 if isinstance(value, torch.Tensor) and value.dim():
-                    if value.shape != small.shape or found.shape != piece.shape:
+                    if value.shape != small.shape or other_value.shape != piece.shape:
                         return False
                 elif isinstance(value, (torch.Tensor, int, float, bool, str, type(None))):
-                    if type(found) is not type(value) or not bool(found == value):
+                    if type(other_value) is not type(value) or not bool(other_value == value):
                         return False
                 else:
                     return False

@@ -68,18 +68,18 @@ def gather_states(
     """
     rows = _describe_all(group, parameters, pieces, mine)
     assert mine is not None
-    found: list[dict[str, Any] | None] = [None] * len(parameters)
+    states: list[dict[str, Any] | None] = [None] * len(parameters)
     for owner, piece in _in_order(pieces):
         own = mine.get(piece, {}) if owner == group.rank else {}
         for key, fields in rows[owner][piece].items():
             held = HeldState(*fields)
             value = _read_value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
             if keep:
-                entries = found[piece.param]
+                entries = states[piece.param]
                 if entries is None:
-                    entries = found[piece.param] = {}
+                    entries = states[piece.param] = {}
                 _write_value(entries, key, held, value, piece, parameters[piece.param])
-    return found
+    return states
 
 
 def outline_states(
@@ -98,14 +98,14 @@ def outline_states(
         DivergenceError, LagomError: as ``gather_states``.
     """
     rows = _describe_all(group, parameters, pieces, mine)
-    found: list[dict[str, HeldState] | None] = [None] * len(parameters)
+    outlines: list[dict[str, HeldState] | None] = [None] * len(parameters)
     for owner, piece in _in_order(pieces):
         for key, fields in rows[owner][piece].items():
-            entries = found[piece.param]
+            entries = outlines[piece.param]
             if entries is None:
-                entries = found[piece.param] = {}
+                entries = outlines[piece.param] = {}
             entries.setdefault(key, HeldState(*fields))
-    return found
+    return outlines
 
 
 def _describe_all(

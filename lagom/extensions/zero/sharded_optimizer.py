@@ -329,19 +329,19 @@ class ShardedOptimizer:
             LagomError: when the state has objects that are neither plain values nor tensors.
         """
         states = self._gather_states(keep=True)
-        found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
+        whole = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
         by_id = {id(p): state for p, state in zip(self.parameters, states, strict=True) if state is not None}
         place = {key: i for i, key in enumerate(self._order)}
         for p in sorted(self._shards.every, key=lambda p: place.get(id(p), len(place))):
             if id(p) in by_id:
-                found[p] = by_id[id(p)]
+                whole[p] = by_id[id(p)]
             elif p in self.part and any(p is idle for idle in self.idle):
-                found[p] = self.part[p]
+                whole[p] = self.part[p]
         mine = {id(stand_in) for _, stand_in in self._shards.own}
         for key, state in self.part.items():
-            if id(key) not in mine and key not in found:
-                found[key] = state
-        return found
+            if id(key) not in mine and key not in whole:
+                whole[key] = state
+        return whole
 
     def _own_states(self) -> dict[ParameterPiece, Any]:
         return {piece: self.part.get(one, {}) for piece, one in self._shards.own}

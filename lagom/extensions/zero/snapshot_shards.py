@@ -119,10 +119,10 @@ class SnapshotShards(StateShards):
         size = storage.nbytes()
         if size < restored.num_bytes:  # freed: the tensor gets no memory either, but ``set_`` checks the size
             storage.resize_(restored.num_bytes)
-        found = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *shape)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *shape)
         if size < restored.num_bytes:
             storage.resize_(size)
-        return found.requires_grad_(requires_grad)
+        return tensor.requires_grad_(requires_grad)
 
     def adopt(self, parameter: torch.Tensor) -> None:
         """Read this rank's shard of a parameter that was just unpickled, and free the parameter's memory."""

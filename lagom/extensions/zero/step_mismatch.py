@@ -84,9 +84,9 @@ def _compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """
     for number, groups in enumerate(zip(*rows, strict=False)):
         for name in groups[0]:
-            found = [group.get(name) for group in groups]
-            if len(set(map(repr, found))) > 1:
-                told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(found))
+            values = [group.get(name) for group in groups]
+            if len(set(map(repr, values))) > 1:
+                told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise DivergenceError(
                     f"{name!r} of an optimizer's parameter group {number} is {told}. Each rank steps a part of the "
                     "parameters (zero_lvl), so settings must be equal on all; where a number of the rank's own share "

@@ -44,7 +44,7 @@ class MicroBatchRunner:
         """Return the concatenated outputs of all micro-batches; of outputs without rows, the first.
 
         Raises:
-            OtherWayError: when the forward takes another way than in its probe.
+            BranchMismatchError: when the forward takes another way than in its probe.
             LagomError: when a micro-batch gives other outputs, or draws other amounts of random numbers.
         """
         begun = random_states()
@@ -101,21 +101,21 @@ class MicroBatchRunner:
 
 
 def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: SplitCandidate) -> list[Any]:
-    found = []
+    joined = []
     for outputs, factor in zip(zip(*parts, strict=True), finding.factors, strict=True):
         if factor is None:
             first, *others = outputs
             if not is_tensor(first) and any(one != first and one == one for one in others):
                 raise _changed(candidate, f"gave {first!r} for a part of its batch and {others[-1]!r} for another")
-            found.append(first)
+            joined.append(first)
             continue
         if not all(is_tensor(one) and one.dim() for one in outputs):
             raise _changed(candidate, "gave an output without rows")
         whole = torch.cat(outputs)
         if whole.shape[0] != factor * candidate.rows:
             raise _changed(candidate, "gave an output that has not a row for each sample")
-        found.append(whole)
-    return found
+        joined.append(whole)
+    return joined
 
 
 def _changed(candidate: SplitCandidate, what: str) -> LagomError:

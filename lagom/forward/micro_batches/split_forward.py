@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.forward.micro_batches.runner import MicroBatchRunner
-from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.draws import BranchMismatchError
 from lagom.forward.rows.module_tree import ModuleTree, call_kind
 from lagom.forward.rows.probe import probe
 from lagom.forward.rows.restore import SMALL
@@ -66,20 +66,20 @@ class MicroBatches:
     def _call_in_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call in micro-batches; if a probe refuses this, split modules inside it instead."""
         candidate = self._candidate(module, args, kwargs)
-        found = self._probed(candidate)
-        if found is None:
+        finding = self._probed(candidate)
+        if finding is None:
             return self._original(module, *args, **kwargs)
-        if found.reason is None:
+        if finding.reason is None:
             begun = random_states()
             try:
-                return self._runner.outputs(candidate, found, min(self._num, candidate.rows))
-            except OtherWayError:
+                return self._runner.outputs(candidate, finding, min(self._num, candidate.rows))
+            except BranchMismatchError:
                 set_random_states(begun)
-                found.reason = WholeReason.OTHER_WAY.filled()
+                finding.reason = WholeReason.OTHER_BRANCH.filled()
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
-                f"{found.reason}"
+                f"{finding.reason}"
             )
         before, self.descends = self.descends, True
         try:
@@ -99,19 +99,19 @@ class MicroBatches:
             return None
         known: dict[object, SplitFinding] = self._known.setdefault(candidate.module, {})
         kind = call_kind(candidate, self._insides.surroundings(candidate.module))
-        found = known.get(kind)
-        if found is None and len(known) < _MAX_KINDS:
-            found = self._probe(candidate, min(self._num, candidate.rows))
+        finding = known.get(kind)
+        if finding is None and len(known) < _MAX_KINDS:
+            finding = self._probe(candidate, min(self._num, candidate.rows))
             num_batches = sum(is_batch(leaf, candidate.rows) for leaf in candidate.leaves)
-            if _is_for(found, WholeReason.NO_MEMORY) and num_batches == 1:
+            if _is_for(finding, WholeReason.NO_MEMORY) and num_batches == 1:
                 # If only one tensor has rows, some of them are enough for a probe. Of several tensors, one might have
                 # this size by chance, and must not be cut.
                 rows = 2 * -(-candidate.rows // self._num)
                 some = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
-                found = self._probe(replace(candidate, leaves=some, rows=rows), 2)
-            if not _is_for(found, *_PASSING):
-                known[kind] = found
-        return found
+                finding = self._probe(replace(candidate, leaves=some, rows=rows), 2)
+            if not _is_for(finding, *_PASSING):
+                known[kind] = finding
+        return finding
 
     def _probe(self, candidate: SplitCandidate, num: int) -> SplitFinding:
         finding = SplitFinding(ForwardWork(rows=candidate.rows))

@@ -171,11 +171,11 @@ class MadeLeaves:
             NotByRowsError: when an output is a leaf that the forward has made.
         """
         own = {id(leaf) for leaf in (*given, *find_leaves(_with_graph(given)))}
-        found = [leaf for leaf in find_leaves(_with_graph(outputs)) if id(leaf) not in own]
-        found = [leaf for leaf in found if not isinstance(leaf, nn.Parameter)]
-        if any(leaf is output for leaf in found for output in outputs):
+        leaves = [leaf for leaf in find_leaves(_with_graph(outputs)) if id(leaf) not in own]
+        leaves = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
+        if any(leaf is output for leaf in leaves for output in outputs):
             raise NotByRowsError(WholeReason.GIVES_LEAF)
-        self._refs = [HiddenReference(leaf) for leaf in found]
+        self._refs = [HiddenReference(leaf) for leaf in leaves]
 
     def compare(self) -> None:
         """Compare the leaves that outlive the graph with those of the first run; call this when the graph is gone.

@@ -23,14 +23,14 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
         NotByRowsError: when they differ.
     """
     for index, (whole, factor) in enumerate(zip(outputs, finding.factors, strict=True)):
-        found = [part[index] for part in parts]
+        parts_of_rank = [part[index] for part in parts]
         if factor is not None:
-            together = torch.cat(found)
+            together = torch.cat(parts_of_rank)
             same = together.dtype == whole.dtype and are_close(together, whole, tolerance)
         elif is_tensor(whole):
-            same = all(is_tensor(one) and are_close(one, whole, tolerance) for one in found)
+            same = all(is_tensor(one) and are_close(one, whole, tolerance) for one in parts_of_rank)
         else:
-            same = all(one == whole or (one != one and whole != whole) for one in found)
+            same = all(one == whole or (one != one and whole != whole) for one in parts_of_rank)
         if not same:
             raise NotByRowsError(WholeReason.MIXES_ROWS)
 

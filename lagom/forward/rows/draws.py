@@ -33,7 +33,7 @@ class UnsupportedDrawError(NotByRowsError):
     """An operation whose random numbers cannot be drawn for the whole batch."""
 
 
-class OtherWayError(Exception):
+class BranchMismatchError(Exception):
     """A forward takes another way (other branches of its code) than when it was probed."""
 
 
@@ -73,8 +73,8 @@ class Draws(OperationMode):
         block: the rank's (or micro-batch's) rows.
         axes: for each kind of draw, the dimension with the batch's rows, or a multiple of them; None if there is none.
         reads: values and shapes that the forward read from tensors when it was probed, such as by ``.item()``. If the
-            forward reads others, or draws in another way, an ``OtherWayError`` is raised. None: reads are not compared,
-            and a draw in another way is a ``LagomError``, as it is after ``end``.
+            forward reads others, or draws in another way, a ``BranchMismatchError`` is raised. None: reads are not
+            compared, and a draw in another way is a ``LagomError``, as it is after ``end``.
         multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
     """
@@ -91,8 +91,8 @@ class Draws(OperationMode):
         self._remedy = remedy
         self._reads = None if reads is None else iter(reads)
         self._answers = [one for one in reads or () if isinstance(one, Answer)]
-        self._may_stray = reads is not None
-        self.has_strayed = False
+        self._may_mismatch = reads is not None
+        self.has_mismatch = False
         """Whether the forward has taken another way than in its probe."""
         self.is_stale = False
         """Whether an ``Answer`` was not to the question of the forward."""
@@ -120,7 +120,7 @@ class Draws(OperationMode):
             yield
             is_lost = not is_watched()  # torch.export leaves the key out at its end
         if is_lost or self._is_traced:
-            self._stray("compiles or exports code")
+            self._refuse("compiles or exports code")
 
     def _watched(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -144,20 +144,20 @@ class Draws(OperationMode):
         try:
             return draw_block(function, args, kwargs, self.block, self.axis)
         except UnsupportedDrawError as error:
-            self._stray(str(error))
+            self._refuse(str(error))
 
     def _answer(self, result: Any) -> Any:
         """Compare a number that was read with the probe's; return it, or in its place that of the whole batch."""
         if self._reads is None:
             if any(one.part == result != one.whole for one in self._answers):
-                self._stray("reads a number of its input once more in the backward")
+                self._refuse("reads a number of its input once more in the backward")
             return result
         wanted = next(self._reads, None)
         if isinstance(wanted, Answer):
             self.is_stale = self.is_stale or result != wanted.part
             return wanted.whole
         if read_numbers(result) != wanted:
-            self._stray("reads other numbers")
+            self._refuse("reads other numbers")
         return result
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
@@ -167,23 +167,23 @@ class Draws(OperationMode):
         # A probe that had one row for each row of the batch does not show the order of several.
         is_other = axis is not None and (shape[axis] % mine or (shape[axis] != mine and kind not in self._multiples))
         if kind not in self.axes or is_other:
-            self._stray(f"draws random numbers in a way ({function})")
+            self._refuse(f"draws random numbers in a way ({function})")
         return axis
 
     def end(self) -> None:
         """End the comparison with the probe: a backward may repeat parts of the forward later.
 
         Raises:
-            OtherWayError: when the forward has taken another way, also if its code has caught the exception.
+            BranchMismatchError: when the forward has taken another way, also if its code has caught the exception.
         """
-        reads, self._reads, self._may_stray = self._reads, None, False
-        if self.has_strayed or (reads is not None and next(reads, None) is not None):
-            raise OtherWayError
+        reads, self._reads, self._may_mismatch = self._reads, None, False
+        if self.has_mismatch or (reads is not None and next(reads, None) is not None):
+            raise BranchMismatchError
 
-    def _stray(self, what: str) -> NoReturn:
-        if self._may_stray:
-            self.has_strayed = True
-            raise OtherWayError
+    def _refuse(self, what: str) -> NoReturn:
+        if self._may_mismatch:
+            self.has_mismatch = True
+            raise BranchMismatchError
         raise LagomError(f"a forward that is sliced {what}, which it did not at its first call; {self._remedy}")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 
 from lagom.forward.rows.comparison import are_close, drop_rows
-from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.draws import BranchMismatchError
 from lagom.forward.rows.row_functions import gather_blocks
 from lagom.forward.rows.shared_loss import (
     ERRORS,
@@ -95,7 +95,7 @@ class InnerLosses:
 
         Raises:
             NotByRowsError: in a probe, if it cannot be computed from the losses of rows.
-            OtherWayError: in a sliced forward, on all ranks, if it is not as in the probe.
+            BranchMismatchError: in a sliced forward, on all ranks, if it is not as in the probe.
         """
         expected = next(self._expected, _NO_MORE)
         if expected is _NO_MORE:
@@ -311,14 +311,14 @@ class RankLosses(InnerLosses):
         self._left_alone = left_alone
         self._rows, self._ranks = exchanges_of(exchange)
         self._left = sum(loss is not None for loss in losses)
-        self._has_strayed = False
+        self._has_mismatch = False
 
     def loss_of_batch(
         self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the loss, on all ranks; a collective."""
         self._left -= 1
-        if self._has_strayed or not _is_alike(expected, loss, args, self._rows.block):
+        if self._has_mismatch or not _is_alike(expected, loss, args, self._rows.block):
             self.refuse()
         with self._left_alone():
             if isinstance(loss, RowReduction):
@@ -352,15 +352,16 @@ class RankLosses(InnerLosses):
         """End the forward.
 
         Raises:
-            OtherWayError: when it has computed other losses than in its probe, also if its code has caught the error.
+            BranchMismatchError: when it has computed other losses than in its probe, also if its code has caught the
+                error.
         """
-        if self._has_strayed or self._left:
-            raise OtherWayError
+        if self._has_mismatch or self._left:
+            raise BranchMismatchError
 
     def refuse(self) -> NoReturn:
         """Have the forward run whole, on all ranks."""
-        self._has_strayed = True
-        raise OtherWayError
+        self._has_mismatch = True
+        raise BranchMismatchError
 
 
 def _tensors_with_rows(loss: Loss, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -33,12 +33,12 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
     for leaf in leaves:
         made.pop(id(leaf), None)
     places = list(made.values())
-    found = _find_bases([outputs[i] for i in places])
+    base_tensors = _find_bases([outputs[i] for i in places])
     given = [leaf for leaf in leaves if is_tensor(leaf)]
-    if found is None or any(_shares_memory(outputs[i], leaf) for i in places for leaf in given):
+    if base_tensors is None or any(_shares_memory(outputs[i], leaf) for i in places for leaf in given):
         raise NotByRowsError(WholeReason.SHARED_MEMORY)
     bases: list[int | None] = [None] * len(outputs)
-    for i, base in zip(places, found, strict=True):
+    for i, base in zip(places, base_tensors, strict=True):
         bases[i] = None if base is None else places[base]
     return bases
 

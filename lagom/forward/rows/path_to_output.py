@@ -56,11 +56,11 @@ def find_gradient_path(tensor: Tensor) -> GradientPath | None:
     steps: list[tuple[Shape, Step | None]] = []
     casts = 0
     while node is not None and not isinstance(node, _GATHER):
-        found = _invert(node, shapes[-1]) if len(steps) < _MAX_STEPS else None
-        if found is None:
+        inverse = _invert(node, shapes[-1]) if len(steps) < _MAX_STEPS else None
+        if inverse is None:
             return None
-        shapes.append(found[0])
-        steps.append(found)
+        shapes.append(inverse[0])
+        steps.append(inverse)
         casts += node.name() == "ToCopyBackward0"
         node, index = node.next_functions[0]
     # A small output has no block ends, though the program may have made a large tensor of it, by expand().

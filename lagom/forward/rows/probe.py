@@ -376,9 +376,9 @@ def _compare_other_rows(
         ChangedRowLosses(losses, row, tolerance_for(candidate)).entered(),
         AnsweredReads(answers) if finding.input_reads.reads else nullcontext(),
     ):
-        found = candidate.outputs(leaves, finding.places)[0]
+        repeated = candidate.outputs(leaves, finding.places)[0]
     candidate.check()
-    for whole, other, factor in zip(outputs, found, finding.factors, strict=True):
+    for whole, other, factor in zip(outputs, repeated, finding.factors, strict=True):
         if is_tensor(whole):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
             if not are_close(drop_rows(other.detach(), *own), drop_rows(whole, *own), tolerance_for(candidate)):

@@ -378,10 +378,10 @@ class Recorder(OperationMode):
         """
         if self._input_reads is None:
             return InputReads()
-        found = self._input_reads.finish()
-        if found is None or (found.reads and self.has_checkpoints):
+        reads = self._input_reads.finish()
+        if reads is None or (reads.reads and self.has_checkpoints):
             raise NotByRowsError(WholeReason.READS_AT_LENGTH)
-        return found
+        return reads
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from lagom.accelerators import global_generator, is_accelerator, is_initialized
 from lagom.errors import LagomError
 from lagom.forward.rows.backward_probe import find_unread
-from lagom.forward.rows.draws import Draws, OtherWayError
+from lagom.forward.rows.draws import BranchMismatchError, Draws
 from lagom.forward.rows.inner_losses import RankLosses
 from lagom.forward.rows.output_memory import as_kind_of, view_like
 from lagom.forward.rows.restore import copy_buffers, restore_buffers
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from lagom.session.session import Session
 
-_MAX_DETOURS = 8
-"""A forward runs whole when its detours (calls that go another way) exceed its other calls by more than this."""
-MAX_WAYS = 16
-"""Number of new ways in calls of one kind after which such calls always run whole."""
+_MAX_MISMATCHES = 8
+"""A forward runs whole when its mismatches (calls with another branch) exceed its other calls by more than this."""
+MAX_BRANCHES = 16
+"""Number of new branches in calls of one kind after which such calls always run whole."""
 num_nodes_made = torch._C._autograd._get_sequence_nr
 """Returns how many nodes of a graph this thread has made so far."""
 
 
-class NewWayError(OtherWayError):
+class NewBranchError(BranchMismatchError):
     """A forward has made another number of autograd nodes than before with inputs of ``shapes``."""
 
     def __init__(self, shapes: object, num_nodes: int) -> None:
@@ -120,8 +120,8 @@ class SlicedRuns:
         """Run a forward on this rank's rows; return its outputs for all rows.
 
         Raises:
-            OtherWayError: on all ranks, when the forward takes another way than in its probe. torch's generators and
-                the buffers are restored. It is a ``NewWayError`` if the new way should be probed too.
+            BranchMismatchError: on all ranks, when the forward takes another way than in its probe. torch's generators
+                and the buffers are restored. It is a ``NewBranchError`` if the new way should be probed too.
             DivergenceError: on all ranks, when their inputs differ with ``batches="whole"``.
             LagomError: when the outputs are unlike those of the probe.
         """
@@ -135,9 +135,9 @@ class SlicedRuns:
         losses = RankLosses(finding.losses, exchange, region.left_alone, _signed(candidate) if finding.losses else b"")
         if losses.has_reductions and num_compilations():
             finding.sliced = False  # the next call is probed again, without sums: compiled code does not show them
-            raise OtherWayError
+            raise BranchMismatchError
         with (
-            _detour(candidate, finding, region.draws) as restore,
+            _checked_branch(candidate, finding, region.draws) as restore,
             region.enter(session),
             losses.entered() if session.config.batches == "whole" else nullcontext(),
         ):
@@ -145,8 +145,8 @@ class SlicedRuns:
             outputs, spec = candidate.outputs(leaves, finding.places)
             losses.end()
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
-            if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
-                raise NewWayError(shapes, num_nodes)
+            if not region.was_at_prompt and not finding.is_known_branch(shapes, num_nodes):
+                raise NewBranchError(shapes, num_nodes)
         if finding.makes_leaves:
             session.tensors.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
         if spec != finding.spec:
@@ -188,27 +188,29 @@ class SlicedRuns:
         """Find out whether a read of any rank was not as expected; if so, have the forward run whole, and probed again.
 
         Raises:
-            OtherWayError: on all ranks, if one was.
+            BranchMismatchError: on all ranks, if one was.
         """
         assert self._session.group is not None
         if not any(map(bool, self._session.group.all_gather_bytes(b"1" if is_stale else b""))):
             return
         restore()
         finding.sliced = False
-        finding.new_ways += 1
-        if finding.new_ways > MAX_WAYS:
-            finding.reason = WholeReason.OFTEN_OTHER_WAY.filled()
-        raise OtherWayError
+        finding.num_new_branches += 1
+        if finding.num_new_branches > MAX_BRANCHES:
+            finding.reason = WholeReason.OFTEN_OTHER_BRANCH.filled()
+        raise BranchMismatchError
 
 
 @contextmanager
-def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None) -> Iterator[Callable[[], None]]:
+def _checked_branch(
+    candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None
+) -> Iterator[Callable[[], None]]:
     """Find out whether a forward takes another way than in its probe; if so, restore torch's generators and buffers.
 
     Yield a function that restores them.
 
     Raises:
-        OtherWayError: when the forward takes another way.
+        BranchMismatchError: when the forward takes another way.
     """
     generators: list[Any] = [torch.default_generator]
     if is_accelerator(candidate.device) and is_initialized(candidate.device):
@@ -226,22 +228,22 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
         if draws is not None:
             draws.end()
         elif not all(torch.equal(state, one.get_state()) for state, one in zip(states, generators, strict=True)):
-            raise OtherWayError
+            raise BranchMismatchError
     except Exception as error:
-        # Compilers and TorchScript raise errors of their own in place of an OtherWayError.
-        has_strayed = draws is not None and draws.has_strayed and not isinstance(error, LagomError)
-        if not isinstance(error, OtherWayError) and not has_strayed:
+        # Compilers and TorchScript raise errors of their own in place of a BranchMismatchError.
+        has_mismatch = draws is not None and draws.has_mismatch and not isinstance(error, LagomError)
+        if not isinstance(error, BranchMismatchError) and not has_mismatch:
             raise
         restore()
-        if isinstance(error, NewWayError):
+        if isinstance(error, NewBranchError):
             raise
-        finding.detours += 1
-        if finding.detours > _MAX_DETOURS:
-            finding.reason = WholeReason.OFTEN_OTHER_WAY.filled()
-        if isinstance(error, OtherWayError):
+        finding.num_mismatches += 1
+        if finding.num_mismatches > _MAX_MISMATCHES:
+            finding.reason = WholeReason.OFTEN_OTHER_BRANCH.filled()
+        if isinstance(error, BranchMismatchError):
             raise
-        raise OtherWayError from error
-    finding.detours = max(0, finding.detours - 1)
+        raise BranchMismatchError from error
+    finding.num_mismatches = max(0, finding.num_mismatches - 1)
 
 
 def _signed(candidate: SplitCandidate) -> bytes:

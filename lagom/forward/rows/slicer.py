@@ -12,14 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.draws import BranchMismatchError
 from lagom.forward.rows.input_reads import InputReadsRecorder
 from lagom.forward.rows.module_tree import CallKind, ModuleTree, attribute_numbers, call_kind
 from lagom.forward.rows.probe import probe
 from lagom.forward.rows.recorder import CallRecorder
 from lagom.forward.rows.remade_modules import RemadeModules
 from lagom.forward.rows.restore import parameter_checksums
-from lagom.forward.rows.sliced_forward import MAX_WAYS, NewWayError, SlicedRuns
+from lagom.forward.rows.sliced_forward import MAX_BRANCHES, NewBranchError, SlicedRuns
 from lagom.forward.rows.split_candidate import (
     KnownCalls,
     SplitCandidate,
@@ -214,12 +214,12 @@ class Slicer:
             try:
                 with self._session.forwards.whole_calls.split, self._session.clock.during(FORWARD_DIVIDED):
                     return self._runs.run(turned, finding)
-            except NewWayError as error:
+            except NewBranchError as error:
                 way = error.shapes, error.num_nodes
-            except OtherWayError:
+            except BranchMismatchError:
                 if finding.reason is not None:
                     self._say_whole(candidate.module, finding.reason)
-                passing = WholeReason.OTHER_WAY
+                passing = WholeReason.OTHER_BRANCH
                 break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
         return run_whole(finding.reason or passing.filled())
@@ -240,8 +240,8 @@ class Slicer:
         """
         while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
             parts = map(candidate.cut_leaves, row_block(0, self._group.world_size, candidate.rows).all_blocks)
-            found = finding.input_reads.combine(parts, candidate.inside)
-            if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
+            combined = finding.input_reads.combine(parts, candidate.inside)
+            if combined == finding.input_reads.values or not self._knows_shapes(finding, candidate):
                 break
             kind = kind._replace(way=kind.way + 1)
             if kind.way >= _MAX_READ_WAYS:
@@ -265,9 +265,9 @@ class Slicer:
         while found is not None and (one := calls.findings.get(kind)) is not None:
             is_learned = one.input_reads.learn(found) or is_learned
             kind = kind._replace(way=kind.way + 1)
-        finding.new_ways += not is_learned
-        if finding.new_ways > MAX_WAYS:
-            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_WAY)
+        finding.num_new_branches += not is_learned
+        if finding.num_new_branches > MAX_BRANCHES:
+            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_BRANCH)
         return output
 
     def _refuse(self, candidate: SplitCandidate, finding: SplitFinding, reason: WholeReason) -> None:
@@ -382,8 +382,8 @@ class Slicer:
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
         own = "" if finding.reason is None else f"{finding.reason.reason.name}:{finding.reason.text}"
-        found = self._group.all_gather_bytes(f"{any(finding.turned)} {own}".encode())
-        texts = [one.decode().partition(" ")[::2] for one in found]
+        gathered = self._group.all_gather_bytes(f"{any(finding.turned)} {own}".encode())
+        texts = [one.decode().partition(" ")[::2] for one in gathered]
         if len({is_turned for is_turned, _ in texts}) > 1:
             texts = [("", f"{WholeReason.OTHER_OUTPUTS.name}:{WholeReason.OTHER_OUTPUTS.text}")]
         member, _, text = next(filter(None, [one for _, one in texts]), "").partition(":")
@@ -396,7 +396,7 @@ class Slicer:
     def _may_turn(finding: SplitFinding) -> bool:
         """Return whether a probe has failed in a way in which it does if the rows are in another dimension."""
         reason = finding.reason
-        is_first = reason is not None and finding.failure is None and not finding.new_ways
+        is_first = reason is not None and finding.failure is None and not finding.num_new_branches
         return is_first and reason is not None and reason.reason in _OF_DIMENSION
 
     def _probe_turned(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
@@ -405,15 +405,16 @@ class Slicer:
         turned = candidate.turn(num)
         if turned is None:
             return
-        found = SplitFinding(finding.work, shapes=finding.shapes, turned=turned.turned, places=finding.places)
-        found.ways, found.new_ways, found.detours = finding.ways, finding.new_ways, finding.detours
-        found.reason = None if finding.turned else try_again(turned, found, num, statistics)
-        if found.reason is None:
-            probe(turned, found, num, statistics)
-        if found.sliced and not found.input_reads.reads:
-            vars(finding).update(vars(found))
-        elif finding.turned or found.reason == WholeReason.EQUAL_ROWS.filled():  # the next batch may differ
-            finding.reason = found.reason or WholeReason.READS_NOT_BY_ROWS.filled()
+        other = SplitFinding(finding.work, shapes=finding.shapes, turned=turned.turned, places=finding.places)
+        other.branches, other.num_new_branches = finding.branches, finding.num_new_branches
+        other.num_mismatches = finding.num_mismatches
+        other.reason = None if finding.turned else try_again(turned, other, num, statistics)
+        if other.reason is None:
+            probe(turned, other, num, statistics)
+        if other.sliced and not other.input_reads.reads:
+            vars(finding).update(vars(other))
+        elif finding.turned or other.reason == WholeReason.EQUAL_ROWS.filled():  # the next batch may differ
+            finding.reason = other.reason or WholeReason.READS_NOT_BY_ROWS.filled()
 
     def _probe_new_way(
         self,
@@ -425,14 +426,14 @@ class Slicer:
     ) -> None:
         """Probe a forward that takes another way than before. See Note [Other ways] in sliced_forward.py."""
         for other in calls.findings.values():
-            if not any(map(any, other.ways.values())):
+            if not any(map(any, other.branches.values())):
                 other.sliced = False  # without gradients there are no nodes to count: probed at its next call
-        finding.new_ways += 1
-        if finding.new_ways > MAX_WAYS:
-            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_WAY)
+        finding.num_new_branches += 1
+        if finding.num_new_branches > MAX_BRANCHES:
+            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_BRANCH)
             return
         self._probe(candidate, finding)
-        finding.ways[shapes].add(num_nodes)
+        finding.branches[shapes].add(num_nodes)
 
     def _say_whole(self, module: nn.Module, reason: FilledReason) -> None:
         if not self._depth:

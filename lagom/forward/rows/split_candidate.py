@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments and outputs that cannot contain rows of the batch."""
 _MAX_SHAPES = 1024
-"""Number of input shapes after which a finding forgets its ``ways``."""
+"""Number of input shapes after which a finding forgets its ``branches``."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class SplitFinding:
     """Whether the forward makes leaves; see Note [Leaves that a forward makes] in backward_probe.py."""
     changes_buffers: bool = False
     """Whether the forward has changed buffers."""
-    ways: dict[object, set[int]] = field(default_factory=dict)
+    branches: dict[object, set[int]] = field(default_factory=dict)
     """Numbers of autograd nodes that sliced calls have made, by the shapes of their inputs."""
-    new_ways: int = 0
-    """Number of ways that the forward has taken beside the first one."""
-    detours: int = 0
-    """Number of sliced calls that took another way, less the number of other sliced calls; at least 0."""
+    num_new_branches: int = 0
+    """Number of branches that the forward has taken beside the first one."""
+    num_mismatches: int = 0
+    """Number of sliced calls that took another branch, less the number of other sliced calls; at least 0."""
     reason: FilledReason | None = None
     """Reason for which the forward runs whole on every rank; None if it is sliced, or not probed yet."""
     failure: FilledReason | None = None
@@ -171,11 +171,11 @@ class SplitFinding:
     repeats: bool = False
     """Whether the probe has shown that the forward changes no state, so that it can be repeated."""
 
-    def is_known_way(self, shapes: object, num_nodes: int) -> bool:
+    def is_known_branch(self, shapes: object, num_nodes: int) -> bool:
         """Return whether ``num_nodes`` is a known number of nodes for ``shapes``; the first number becomes known."""
-        if len(self.ways) > _MAX_SHAPES:
-            self.ways.clear()
-        return num_nodes in self.ways.setdefault(shapes, {num_nodes})
+        if len(self.branches) > _MAX_SHAPES:
+            self.branches.clear()
+        return num_nodes in self.branches.setdefault(shapes, {num_nodes})
 
 
 @dataclass
@@ -238,8 +238,8 @@ def sample_bytes(tensor: torch.Tensor) -> bytes:
     # numpy takes a seventh of the time that torch takes for so few elements.
     if tensor.dtype in _NUMPY_TYPES and tensor.is_contiguous() and not tensor.is_neg():
         values = tensor.detach().numpy().reshape(-1)
-        found: bytes = values[:: max(1, len(values) // 61)][:64].tobytes()
-        return found
+        sample: bytes = values[:: max(1, len(values) // 61)][:64].tobytes()
+        return sample
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
     some = flat[:: max(1, len(flat) // 61)][:64]
     # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.

@@ -137,8 +137,8 @@ class WholeReason(Enum):
     BACKWARD_FAILS = "has a backward that fails when it is run again ({error})"
 
     # Other ways than at its first calls.
-    OTHER_WAY = "goes another way than at its first call, by numbers that it reads or draws"
-    OFTEN_OTHER_WAY = "often goes another way than at its first calls"
+    OTHER_BRANCH = "goes another way than at its first call, by numbers that it reads or draws"
+    OFTEN_OTHER_BRANCH = "often goes another way than at its first calls"
     CLOSED_GATE = "has a parameter that is all but zero still, behind which rows may be mixed"
 
     def filled(self, **values: object) -> FilledReason:

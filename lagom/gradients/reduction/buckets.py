@@ -131,11 +131,11 @@ def finish_reduce_scatter(
     wait(moving.work)
     if moving.out.element_size() >= 4:
         moving.out.div_(len(moving.shard_map.counts))
-    found: list[torch.Tensor | None] = [None] * num_leaves
+    shards: list[torch.Tensor | None] = [None] * num_leaves
     sizes = [size for _, size in moving.shard_map.own]
     for (place, _), part in zip(moving.shard_map.own, moving.out.split(sizes) if sizes else (), strict=True):
-        found[place] = part
-    return found
+        shards[place] = part
+    return shards
 
 
 def _is_sole_owner(gradient: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -458,3 +458,30 @@ def test_where_something_is_compiled_gradients_stay_whole() -> None:
         return whole, _weights(model)
 
     same(train, (2, 2))
+
+
+def test_a_subscriber_finds_the_shards_when_a_backward_has_ended() -> None:
+    def train(session: Session) -> list[int]:
+        model, optimizer, x = _started()
+        store, parameters = session.backwards.gradient_store, list(model.parameters())
+        sizes: list[int] = []
+
+        def add_sizes(gradients: Iterable[Tensor | None]) -> bool:
+            sizes.append(sum(gradient.numel() for gradient in gradients if gradient is not None))
+            return True
+
+        def look() -> None:
+            assert store.check_all(parameters, add_sizes, "a look")
+
+        session.events.backward_ended.subscribe(look)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return sizes
+
+    first, second = run_ranks(2, train, zero_lvl=2)
+    num_elements = sum(p.numel() for p in _model().parameters())
+    torch.set_default_dtype(torch.float32)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [num_elements] * 2
+    assert 0 < first[0] < num_elements

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lagom.forward.rows.draws import Draws, OtherWayError, UnsupportedDrawError, draw_shape, draws_random_numbers
+from lagom.forward.rows.draws import BranchMismatchError, Draws, UnsupportedDrawError, draw_shape, draws_random_numbers
 from lagom.forward.rows.whole_batch import RowBlock
 
 BLOCK = RowBlock(1, 2, 7)
@@ -113,9 +113,9 @@ def test_another_number_read_is_another_way(by_mode: bool) -> None:
     draws = Draws(BLOCK, {}, [[2.0]])
     with draws.entered(by_mode=by_mode):
         assert torch.full((), 2.0).item() == 2
-        with pytest.raises(OtherWayError):
+        with pytest.raises(BranchMismatchError):
             torch.full((), 3.0).item()
-    with pytest.raises(OtherWayError):  # also if the program's code has caught the exception
+    with pytest.raises(BranchMismatchError):  # also if the program's code has caught the exception
         draws.end()
 
 

@@ -34,7 +34,7 @@ def by_position(
     """
     if len(positional) > len(names):
         raise TypeError(f"{config} takes {len(names)} by position, not {len(positional)}")
-    found = dict(zip(names, positional, strict=False))
-    if twice := [name for name in found if name in given]:
+    settings = dict(zip(names, positional, strict=False))
+    if twice := [name for name in settings if name in given]:
         raise TypeError(f"{config} got {twice[0]!r} twice")
-    return found
+    return settings

@@ -33,15 +33,15 @@ class SettableTrials(Settable):
             defaults: values of fields that are not given, where they differ from those of lagom's config.
         """
         last = _LAST[len(positional) > len(names) + 1]
-        found = {**defaults, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}
-        if "model" in found:
-            found["module"] = found.pop("model")
-        sets = found.get("dataset")
+        settings = {**defaults, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}
+        if "model" in settings:
+            settings["module"] = settings.pop("model")
+        sets = settings.get("dataset")
         if isinstance(sets, (list, tuple)) and len(sets) != 2:
-            del found["dataset"]
+            del settings["dataset"]
         else:
             sets = None
-        super().__init__(**found)
+        super().__init__(**settings)
         object.__setattr__(self, "sets", sets)
 
     @property
@@ -63,6 +63,6 @@ class SettableTrials(Settable):
                 own["num_slots"] = own["num_slots"] or value
             elif own[name] == getattr(plain, name):
                 own[name] = value
-        found = type(self)(**own)
-        object.__setattr__(found, "sets", self.sets)  # type: ignore[attr-defined]  # an attribute of the config
-        return found
+        copied = type(self)(**own)
+        object.__setattr__(copied, "sets", self.sets)  # type: ignore[attr-defined]  # an attribute of the config
+        return copied

@@ -144,8 +144,8 @@ def _import(
     if level or top not in _SEEN:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     if name not in _SEEN:
-        found = builtins.__import__(name, globals, locals, fromlist or (), 0)
-        return found if fromlist else view(top)
+        module = builtins.__import__(name, globals, locals, fromlist or (), 0)
+        return module if fromlist else view(top)
     whole = view(name)
     return whole if fromlist else view(top)
 

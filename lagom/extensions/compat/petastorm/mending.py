@@ -137,11 +137,11 @@ def _open_only_schemas(module: Any) -> None:
 
     def find_class(self: Any, package: str, name: str) -> Any:
         if package == "numpy":
-            found = getattr(view("numpy"), name, None)
-            if found is bool:
-                found = np.bool_
-            if isinstance(found, type) and (found is np.dtype or issubclass(found, np.generic)):
-                return found
+            cls = getattr(view("numpy"), name, None)
+            if cls is bool:
+                cls = np.bool_
+            if isinstance(cls, type) and (cls is np.dtype or issubclass(cls, np.generic)):
+                return cls
         elif (
             (package in ("builtins", "__builtin__") and name in _BUILTINS)
             or (package == "pyspark.sql.types" and name.endswith("Type") and name.isidentifier())
@@ -149,9 +149,9 @@ def _open_only_schemas(module: Any) -> None:
         ):
             return plain(self, package, name)
         elif package in _SCHEMAS and name.isidentifier():
-            found = plain(self, package, name)
-            if isinstance(found, type) and found.__module__ == package:
-                return found
+            cls = plain(self, package, name)
+            if isinstance(cls, type) and cls.__module__ == package:
+                return cls
         raise module.pickle.UnpicklingError(f"a data set's pickle names {package}.{name}, which is no part of a schema")
 
     kind.find_class = find_class

@@ -25,12 +25,12 @@ def decode(cell: Any) -> NDArray[Any]:
         import cv2
     except ImportError:
         return decode_by_pillow(cell)
-    found = cv2.imdecode(np.frombuffer(cell, np.uint8), cv2.IMREAD_UNCHANGED)
-    if found is None:
+    image = cv2.imdecode(np.frombuffer(cell, np.uint8), cv2.IMREAD_UNCHANGED)
+    if image is None:
         raise ValueError("no image, or a damaged one")
-    if found.ndim == 3 and found.shape[2] != 3:
-        raise ValueError(f"an image of {found.shape[2]} channels")
-    colours: NDArray[Any] = found if found.ndim == 2 else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
+    if image.ndim == 3 and image.shape[2] != 3:
+        raise ValueError(f"an image of {image.shape[2]} channels")
+    colours: NDArray[Any] = image if image.ndim == 2 else cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
     return colours
 
 
@@ -56,5 +56,5 @@ def decode_by_pillow(cell: Any) -> NDArray[Any]:
     with Image.open(io.BytesIO(content)) as opened:
         if opened.mode not in ("L", "RGB", "I;16", "I"):
             raise ValueError(f"an image of the mode {opened.mode}")
-        found = np.array(opened)
-    return found.astype(np.uint16) if found.dtype == np.int32 else found
+        image = np.array(opened)
+    return image.astype(np.uint16) if image.dtype == np.int32 else image

@@ -60,10 +60,10 @@ def dense(
         array = array.cast(pa.from_numpy_dtype(wanted))
     if array.null_count:
         array = array.fill_null(pa.scalar(fill).cast(array.type))
-    found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    if not found.flags.writeable and found.dtype == wanted and found.ndim == 1 and len(found):
-        found = view(array, wanted)
-    return found
+    values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    if not values.flags.writeable and values.dtype == wanted and values.ndim == 1 and len(values):
+        values = view(array, wanted)
+    return values
 
 
 def _of_decimals(array: Any) -> Any:

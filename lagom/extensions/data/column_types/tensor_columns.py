@@ -141,8 +141,8 @@ class ColumnEntry:
                 return self._ragged(array)
             fill = self._fill()
             strict = self.nulls in ("error", "mask")
-            found = lists.writable(lists.dense(array, self.type, fill, strict=strict, is_own=self.cells is not None))
-            return Nulls(found, fill) if has_none and not found.size else Dense(found)
+            values = lists.writable(lists.dense(array, self.type, fill, strict=strict, is_own=self.cells is not None))
+            return Nulls(values, fill) if has_none and not values.size else Dense(values)
         except lists.RowError as error:
             raise error_at(error.row, str(error)) from None
         except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's errors are ValueErrors

@@ -107,8 +107,8 @@ def numpy_type(kind: Any, *, is_own: bool = False) -> np.dtype[Any]:
     if t.is_temporal(kind):
         return np.dtype(np.int32 if kind.bit_width == 32 else np.int64)
     wider = {} if is_own else {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-    found: np.dtype[Any] = np.dtype(wider.get(str(kind), kind.to_pandas_dtype()))
-    return found
+    dtype: np.dtype[Any] = np.dtype(wider.get(str(kind), kind.to_pandas_dtype()))
+    return dtype
 
 
 def width(kind: Any) -> int:

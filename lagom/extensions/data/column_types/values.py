@@ -259,17 +259,17 @@ def _filled(path: Path, rows: Any, value: Any) -> Values:
 def batch(span: RowSpan) -> dict[str, Any]:
     """Return the program's batch of the rows: a dict of values by column, with a dict for each struct."""
     block, start, stop, step = span
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for path, values in block.items():
         if step == 1 and type(values) is Dense:  # a fast path for most columns of most tables
             rows: Any = torch.from_numpy(values.array[start:stop])
         else:
             rows = values.cut(start, stop, step).batch()
         if len(path) == 1:
-            found[path[0]] = rows
+            columns[path[0]] = rows
             continue
-        inner = found
+        inner = columns
         for name in path[:-1]:
             inner = inner.setdefault(name, {})
         inner[path[-1]] = rows
-    return found
+    return columns

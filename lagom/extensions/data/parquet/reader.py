@@ -193,11 +193,11 @@ class _Pass:
         """Load the block that contains position ``at`` of the lane; begin reading anew there if ``at`` is far away."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
-            found = blocks(self._source, self._order, self.lane, at, self._size)
+            decoded_blocks = blocks(self._source, self._order, self.lane, at, self._size)
             if self._decodes and self._source.is_encoded:
-                self._ahead = Prefetcher(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
+                self._ahead = Prefetcher(decoded(decoded_blocks, self._source.table.row_bytes, at), _DECODED_AHEAD)
             else:
-                self._ahead = Prefetcher(found, AHEAD if self._order.is_plain else 1)
+                self._ahead = Prefetcher(decoded_blocks, AHEAD if self._order.is_plain else 1)
             self._first = self._last = 0
         while not self._first <= at < self._last:
             self._block = None  # frees the memory before the next block comes

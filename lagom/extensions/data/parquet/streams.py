@@ -123,8 +123,8 @@ def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int
 def _in_order(source: Source, order: EpochOrder, at: int, size: int) -> Blocks:
     rest: list[Block] = []
     num_rest = 0
-    with closing(_row_groups(source, order, at)) as found:
-        for block in found:
+    with closing(_row_groups(source, order, at)) as groups:
+        for block in groups:
             count = values.num_rows(block)
             start = 0
             if rest:
@@ -166,10 +166,10 @@ def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, 
         while pieces or reading:
             while pieces and cursors:
                 reading.append(pool.submit(read, cursors.popleft(), pieces.popleft()))
-            cursor, found = reading.popleft().result()
+            cursor, batches = reading.popleft().result()
             cursors.append(cursor)
-            yield from found
-            del found
+            yield from batches
+            del batches
 
 
 def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blocks:

@@ -233,32 +233,18 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     stamps = FileVersions()
     log = where.table
     footers = _footers(home, files, stamps, None if log is None else log.mapped)
-    declared = {} if log is None else log.types
     partitions = partitions_of(files)
-    if columns is None:
-        columns = _all_columns(where, footers, partitions)
-    elif callable(columns):
-        stored = chain(*(footer.schema.names for footer in footers))
-        columns = columns(list(dict.fromkeys([*declared, *stored, *partitions])))
-    if not columns:
-        raise ValueError("columns is empty; name at least one")
-    told = {**({} if log is None else log.kinds), **(schema or {})}
-
-    def named(name: str) -> Any:
-        return common_field(name, files, footers, partitions, told, declared)
-
+    chosen = _choose_columns(columns, where, footers, partitions)
+    field_of = _field_finder(where, footers, partitions, schema)
     expression, used = filtering.expression(filters)
-    chosen = list(dict.fromkeys(columns))
     read = {*chosen, *used} - set(partitions)
     deleted = {} if log is None else _deleted(files, footers, log.deleted)
-    groups = [
-        group for number, footer in enumerate(footers) for group in _row_groups(number, footer, deleted.get(number))
-    ]
+    groups = list(chain(*(_row_groups(number, footer, deleted.get(number)) for number, footer in enumerate(footers))))
     made = Table(
         home=home,
         files=tuple(files),
-        fields=tuple(map(named, chosen)),
-        also=tuple(named(name) for name in used if name not in chosen),
+        fields=tuple(map(field_of, chosen)),
+        also=tuple(field_of(name) for name in used if name not in chosen),
         partitions=tuple(partitions),
         filter=expression,
         groups=tuple(group for group in groups if group.num_rows),
@@ -274,11 +260,8 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     if expression is not None:
         made = replace(made, groups=tuple(filtering.counted(made, used)))
     if not made.groups:
-        raise DataError(
-            f"no row of {sources[0]} passes the filters"
-            if any(g.num_rows for g in groups)
-            else f"{sources[0]} has no rows"
-        )
+        has_rows = any(group.num_rows for group in groups)
+        raise DataError(f"no row of {sources[0]} passes the filters" if has_rows else f"{sources[0]} has no rows")
     return made
 
 
@@ -298,14 +281,14 @@ def _deleted(
     Raises:
         DataError: if a deletion vector names a row that its file does not have.
     """
-    found = {number: told[file.name] for number, file in enumerate(files) if file.name in told}
-    for number, rows in found.items():
+    deleted = {number: told[file.name] for number, file in enumerate(files) if file.name in told}
+    for number, rows in deleted.items():
         if len(rows) and rows[-1] >= footers[number].metadata.num_rows:
             raise DataError(
                 f"the deletion vector of {files[number].path} names row {rows[-1]}, and the file has "
                 f"{footers[number].metadata.num_rows} rows: the log and the file do not belong together"
             )
-    return {number: rows for number, rows in found.items() if len(rows)}
+    return {number: rows for number, rows in deleted.items() if len(rows)}
 
 
 def _footers(home: Any, files: list[DataFile], stamps: FileVersions, mapped: MappedColumns | None) -> list[Footer]:
@@ -315,6 +298,34 @@ def _footers(home: Any, files: list[DataFile], stamps: FileVersions, mapped: Map
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(footer, files))
+
+
+def _field_finder(
+    where: Location,
+    footers: list[Footer],
+    partitions: list[str],
+    schema: Mapping[str, unischema.UnischemaField] | None,
+) -> Callable[[str], Any]:
+    """Return the function that finds Arrow's field of a column by its name."""
+    log = where.table
+    kinds = {**({} if log is None else log.kinds), **(schema or {})}
+    declared = {} if log is None else log.types
+    return lambda name: common_field(name, where.files, footers, partitions, kinds, declared)
+
+
+def _choose_columns(
+    columns: Columns | None, where: Location, footers: list[Footer], partitions: list[str]
+) -> list[str]:
+    """Return the names of the chosen columns, each once."""
+    if columns is None:
+        columns = _all_columns(where, footers, partitions)
+    elif callable(columns):
+        declared = {} if where.table is None else where.table.types
+        stored = chain(*(footer.schema.names for footer in footers))
+        columns = columns(list(dict.fromkeys([*declared, *stored, *partitions])))
+    if not columns:
+        raise ValueError("columns is empty; name at least one")
+    return list(dict.fromkeys(columns))
 
 
 def _all_columns(where: Location, footers: list[Footer], partitions: list[str]) -> list[str]:

@@ -136,14 +136,14 @@ def numpy_rows(block: Block, nulls_are_none: bool) -> list[dict[str, Any]]:
             if mask is not None:
                 null = _null(block[path])
                 columns[path] = [value if valid else null for value, valid in zip(columns[path], mask, strict=True)]
-    found: list[dict[str, Any]] = [{} for _ in next(iter(columns.values()))]
+    rows: list[dict[str, Any]] = [{} for _ in next(iter(columns.values()))]
     for path, values in columns.items():
-        for row, value in zip(found, values, strict=True):
+        for row, value in zip(rows, values, strict=True):
             inner = row
             for name in path[:-1]:
                 inner = inner.setdefault(name, {})
             inner[path[-1]] = value
-    return found
+    return rows
 
 
 def _null(values: Any) -> Any:

@@ -33,15 +33,15 @@ def deleted_rows(table: Any) -> dict[str, NDArray[np.int64]]:
     import pyarrow as pa
 
     base = table.table_uri.rstrip("/") + "/"
-    found = {}
+    deleted = {}
     for batch in pa.table(table.deletion_vectors()).to_batches():
         for path, kept in zip(batch.column("filepath"), batch.column("selection_vector"), strict=True):
             if not path.as_py().startswith(base):
                 raise ValueError(f"a deletion vector is of {path}, which is not in {base}")
             mask = kept.values.to_numpy(zero_copy_only=False)
             # Rows after the end of the mask are kept.
-            found[unquote(path.as_py()[len(base) :])] = np.flatnonzero(~mask).astype(np.int64)
-    return found
+            deleted[unquote(path.as_py()[len(base) :])] = np.flatnonzero(~mask).astype(np.int64)
+    return deleted
 
 
 def copy_vectors(home: Any, folder: str, scratch: str) -> None:

@@ -71,16 +71,16 @@ def snapshot(home: Any, folder: str) -> TableSnapshot | None:
                 _copy_log(home, folder, scratch)
             table = DeltaTable(folder if is_local else scratch)
             _check_features(folder, table)
-            found = _snapshot(folder, table)
+            table_snapshot = _snapshot(folder, table)
         except (DeltaError, OSError, ValueError) as error:
             why = f"has a log that deltalake cannot read: {_first_line(error)}; if Spark can read it, {_REMEDY}"
             raise _error(folder, why) from error
         if "deletionVectors" not in (table.protocol().reader_features or ()):
-            return found
+            return table_snapshot
         try:
             if not is_local:
                 copy_vectors(home, folder, scratch)
-            return replace(found, deleted=_checked(deleted_rows(table), found))
+            return replace(table_snapshot, deleted=_checked(deleted_rows(table), table_snapshot))
         except (DeltaError, OSError, ValueError) as error:
             why = f"has a deletion vector that cannot be read: {_first_line(error)}; {_REMEDY}"
             raise _error(folder, why) from error

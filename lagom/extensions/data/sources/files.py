@@ -143,8 +143,8 @@ def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:
 
         return fs.LocalFileSystem(), os.path.abspath(source)
     try:
-        found: tuple[Any, str] = fs.FileSystem.from_uri(source)
-        return found
+        system_and_path: tuple[Any, str] = fs.FileSystem.from_uri(source)
+        return system_and_path
     except (ValueError, OSError) as error:
         try:
             import fsspec
@@ -176,15 +176,15 @@ def _files(home: Any, path: str, source: str) -> list[DataFile]:
     below = {one.path: one.path[len(path) + 1 :] for one in infos}
     _refuse_tables(set(below.values()), source)
     committed = spark_stream_log.committed_files(home, path, set(below.values()))
-    found = [
+    files = [
         DataFile(one.path, below[one.path], one.size, _partition(below[one.path]))
         for one in infos
         if one.type == fs.FileType.File and not _hidden(below[one.path])
         if committed is None or below[one.path] in committed
     ]
-    if not found:
+    if not files:
         raise DataError(f"{source} holds no data files, {len(infos)} entries in all")
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
 
 
 def _as_pyarrow_says(source: str) -> str:

@@ -85,11 +85,11 @@ def _hinted(home: Any, folder: str) -> str | None:
     if others := [info.base_name for info in infos if _OF_CATALOG.fullmatch(info.base_name)]:
         told = f"has {hint}, and metadata of a catalog ({max(others)}); name the current metadata file"
         raise _error(folder, told)
-    version, found = int(text), None
+    version, hinted = int(text), None
     # A writer makes the metadata file first, so the hint may be of the version before, as Iceberg's readers know.
     while is_file(path := _in(folder, f"v{version}")) or is_file(path := _in(folder, f"v{version}.gz")):
-        found, version = path, version + 1
-    return found or _in(folder, f"v{version}")
+        hinted, version = path, version + 1
+    return hinted or _in(folder, f"v{version}")
 
 
 def _in(folder: str, name: str) -> str:
@@ -161,10 +161,10 @@ def _positions(file: Any, reads: Any) -> dict[str, list[int]]:
         if file.file_format.name != "PARQUET":
             raise ValueError(f"deleted rows are in a file that is no Parquet ({file.file_path})")
         table = pq.read_table(source, columns=["file_path", "pos"])
-    found: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for place, row in zip(table["file_path"].to_pylist(), table["pos"].to_pylist(), strict=True):
-        found.setdefault(place, []).append(row)
-    return found
+        positions.setdefault(place, []).append(row)
+    return positions
 
 
 def _file_io(home: Any, folder: str, location: str) -> Any:

@@ -32,12 +32,12 @@ def executor_findings(tasks: Sequence[Mapping[str, Any]], packages: Sequence[Pac
 
 def package_findings(tasks: Sequence[Mapping[str, Any]], packages: Sequence[Package]) -> list[Finding]:
     """Return the findings about the program's packages: those that executors lack, and other versions."""
-    found = [_missing(tasks, packages, is_needed=True), _missing(tasks, packages, is_needed=False)]
+    package_rows = [_missing(tasks, packages, is_needed=True), _missing(tasks, packages, is_needed=False)]
     others = [text for package in packages if (text := _other_versions(tasks, package))]
     if others:
         how = "install the driver's versions there, or run 'lagom pack' and use its archive"
-        found.append(Finding("warn", "packages", "; ".join(others), how))
-    findings = [one for one in found if one is not None]
+        package_rows.append(Finding("warn", "packages", "; ".join(others), how))
+    findings = [one for one in package_rows if one is not None]
     if packages and not findings:
         same = f"{', '.join(map(str, packages))}: the same on all executors"
         findings.append(Finding("pass", "packages", same))

@@ -108,15 +108,15 @@ def check_this_process(launcher: str) -> Finding:
     parts = [f"lagom {lagom.__version__}", f"Python {platform.python_version()}"]
     parts += [name for name in ("torch", "pyspark", "pyarrow") if importlib.util.find_spec(name) is not None]
     missing = [] if importlib.util.find_spec("torch") is not None else ["torch"]
-    found = ", ".join(parts) + ("" if shutil.which("java") else ", no Java")
+    versions = ", ".join(parts) + ("" if shutil.which("java") else ", no Java")
     if launcher == "local" and "pyspark" in parts:
         try:
             check_packages()
         except LagomError as error:
-            return Finding("warn", "this process", f"{found}; no Spark", str(error))
+            return Finding("warn", "this process", f"{versions}; no Spark", str(error))
     if missing:
-        return Finding("warn", "this process", f"{found}; no torch", "only launcher='spark' works without")
-    return Finding("pass", "this process", found)
+        return Finding("warn", "this process", f"{versions}; no torch", "only launcher='spark' works without")
+    return Finding("pass", "this process", versions)
 
 
 @contextmanager

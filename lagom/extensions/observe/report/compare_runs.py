@@ -71,19 +71,19 @@ def _curve(folder: RunFolder) -> dict[str, str]:
     """Return rank 0's loss at some shares of its samples and at the end, and its mean speed; "-" where unknown."""
     events = [one for one in events_of(folder).get(0, []) if one.get("samples") is not None]
     losses = [one for one in events if one.get("loss") is not None]
-    found = dict.fromkeys((*map(_SHARE.format, _PARTS), "last loss", _SPEED), "-")
+    cells = dict.fromkeys((*map(_SHARE.format, _PARTS), "last loss", _SPEED), "-")
     if losses:
         last = losses[-1]["samples"]
         at = [next(one for one in losses if one["samples"] >= part * last) for part in (*_PARTS, 1.0)]
         for part, one, later in zip(_PARTS, at, at[1:], strict=False):
             if one is not later:  # else the report comes too late for this share, so it has no loss
-                found[_SHARE.format(part)] = f"{one['loss']:.6g}"
-        found["last loss"] = f"{losses[-1]['loss']:.6g}"
+                cells[_SHARE.format(part)] = f"{one['loss']:.6g}"
+        cells["last loss"] = f"{losses[-1]['loss']:.6g}"
     if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:
         begin, end = events[0], events[-1]
         speed = (end["samples"] - begin["samples"]) / (end["seconds"] - begin["seconds"])
-        found[_SPEED] = f"{speed:,.0f}"
-    return found
+        cells[_SPEED] = f"{speed:,.0f}"
+    return cells
 
 
 def _shown(value: Any) -> str:

@@ -69,7 +69,7 @@ def _first_end(spans: Sequence[Span]) -> int:
 
 
 def _joined(bounds: Sequence[tuple[int, int, int]]) -> Offset:
-    found = Offset()
+    offset = Offset()
     begin = 0
     while begin < len(bounds):
         end = begin
@@ -77,11 +77,11 @@ def _joined(bounds: Sequence[tuple[int, int, int]]) -> Offset:
             end += 1
         part = bounds[begin:end]
         least, most = max(one[1] for one in part), min(one[2] for one in part)
-        found.at.append((part[0][0] + part[-1][0]) // 2)
-        found.ahead.append((least + most) / 2)
-        found.within = max(found.within or 0.0, abs(most - least) / 2)
+        offset.at.append((part[0][0] + part[-1][0]) // 2)
+        offset.ahead.append((least + most) / 2)
+        offset.within = max(offset.within or 0.0, abs(most - least) / 2)
         begin = end
-    return found
+    return offset
 
 
 def _by_time_of_day(found: Sequence[RankTrace], first: str, clock: str) -> Offset:

@@ -42,7 +42,7 @@ def load_traces(folder: Path, ranks: Sequence[int] | None = None) -> list[RankTr
 
 
 def _read(path: Path, rank: int) -> RankTrace:
-    found = RankTrace(rank)
+    trace = RankTrace(rank)
     with path.open() as file:
         for line in file:
             try:
@@ -50,9 +50,9 @@ def _read(path: Path, rank: int) -> RankTrace:
             except ValueError:
                 continue
             for name in ("host", "clock", "thread", "wall_ns", "clock_ns", "steps"):
-                setattr(found, name, block[name])
-            found.spans.extend(Span(*span) for span in block["spans"])
-    return found
+                setattr(trace, name, block[name])
+            trace.spans.extend(Span(*span) for span in block["spans"])
+    return trace
 
 
 def exchanges(found: Sequence[RankTrace], *, together: bool = True) -> dict[tuple[str, int], dict[int, Span]]:

@@ -44,20 +44,24 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
     Raises:
         ValueError: when there are no spans.
     """
-    found = load_traces(folder / TIMELINES, ranks)
-    if not found:
+    loaded = load_traces(folder / TIMELINES, ranks)
+    if not loaded:
         raise ValueError(f"{folder} holds no timeline: run with timeline=True")
-    clocks = offsets(found)
-    waits = mark_waits(found, clocks)
-    told = summary(found, waits)
-    losses = list(_losses(folder, found, clocks))
+    clocks = offsets(loaded)
+    waits = mark_waits(loaded, clocks)
+    told = summary(loaded, waits)
+    losses = list(_losses(folder, loaded, clocks))
     path = target or folder / TRACE
     if target is None:
         (folder / SUMMARY).write_text(json.dumps(told, indent=1) + "\n")
-    notes = {"summary": told, "clocks": [_describe_clock(one, clocks[one.clock]) for one in found], "ranks": len(found)}
+    notes = {
+        "summary": told,
+        "clocks": [_describe_clock(one, clocks[one.clock]) for one in loaded],
+        "ranks": len(loaded),
+    }
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(notes) + ',\n"traceEvents": [\n')
-        file.write(",\n".join([*_events(found[:MAX_RANKS], clocks, waits), *losses]))
+        file.write(",\n".join([*_events(loaded[:MAX_RANKS], clocks, waits), *losses]))
         file.write("\n]}\n")
     return path
 

@@ -110,7 +110,7 @@ class _Tracker:
         if session.resumption.is_resumable:
             if session.resumption.journal is not None:
                 self.journal = CallJournal(session.resumption.journal, session.say_once)
-            session.resumption.services["mlflow"] = self._state, self._go_on
+            session.resumption.services["mlflow"] = self._state, self._restore
 
     def _state(self) -> Any:
         if self._is_told and self.journal is None and self._session.plan.rehearsal is None:
@@ -119,7 +119,7 @@ class _Tracker:
             )
         return 0 if self.journal is None else self.journal.num, mlflow_state()
 
-    def _go_on(self, state: Any) -> None:
+    def _restore(self, state: Any) -> None:
         num, mlflow = state
         set_mlflow_state(mlflow)
         if self.journal is not None and self._session.rank == 0:

@@ -31,13 +31,13 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if kind is dict:
         return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    found = {"module": kind.__module__, "name": kind.__name__}
-    _class(**found)
+    encoded = {"module": kind.__module__, "name": kind.__name__}
+    _class(**encoded)
     if isinstance(value, enum.Enum):
-        return {**found, "member": value.name}
+        return {**encoded, "member": value.name}
     args = list(value.args) if isinstance(value, Exception) else []
     items = list(value) if isinstance(value, list) else []
-    return {**found, "args": _encode(args), "items": _encode(items), "state": _encode(vars(value))}
+    return {**encoded, "args": _encode(args), "items": _encode(items), "state": _encode(vars(value))}
 
 
 def _make(found: dict[str, Any]) -> Any:

@@ -207,10 +207,10 @@ def _begin(iterator: Any, position: LoaderPosition, rank: Rank) -> None:
         elif taken:
             next(itertools.islice(samplers[-1].passes[0], taken - 1, taken), None)
         iterator._num_yielded = taken
-    elif not _go_on_with_workers(iterator, position, rank, from_start=False):
+    elif not _restart_with_workers(iterator, position, rank, from_start=False):
         iterator._shutdown_workers()
         vars(iterator).clear()
-        if not _go_on_with_workers(iterator, position, rank, from_start=True):
+        if not _restart_with_workers(iterator, position, rank, from_start=True):
             raise SnapshotError(f"{type(loader.dataset).__name__} does not repeat what its workers have given before")
     held = vars(iterator)
     current = held["_lagom_pass"]
@@ -240,7 +240,7 @@ def _read_again(iterator: Any, position: LoaderPosition) -> None:
         raise SnapshotError(f"{type(dataset).__name__} does not repeat what it has given before")
 
 
-def _go_on_with_workers(iterator: Any, position: LoaderPosition, rank: Rank, *, from_start: bool) -> bool:
+def _restart_with_workers(iterator: Any, position: LoaderPosition, rank: Rank, *, from_start: bool) -> bool:
     """Begin ``iterator`` again, with its workers; return whether no rank found a batch that is not as before.
 
     Args:
@@ -258,7 +258,7 @@ def _go_on_with_workers(iterator: Any, position: LoaderPosition, rank: Rank, *, 
     states = position.workers.ended or [note.state for note in firsts]
     is_same = not any(states) or set_workers(iterator, states)
     if not position.ended:
-        checks = [note for found in position.workers.notes for note in found]
+        checks = [note for notes in position.workers.notes for note in notes]
         is_same &= replay(iterator, firsts, checks, position.taken, rank.made_batch)
     return rank.agree(is_same)
 

@@ -171,10 +171,10 @@ class NoteTaker:
         if note is None or iterator is None:
             return
         start, worker = perf_counter(), task % self._num_workers
-        found = self.notes.notes[worker]
-        found.append(replace(note, digest=digest(data, exact=True)))
-        while len(found) > 1 and found[1].task < iterator._rcvd_idx:
-            del found[0]
+        notes = self.notes.notes[worker]
+        notes.append(replace(note, digest=digest(data, exact=True)))
+        while len(notes) > 1 and notes[1].task < iterator._rcvd_idx:
+            del notes[0]
         end = perf_counter()
         self._due_at[worker] = max(self._due_at[worker], end + (end - start) * self._num_workers / _OWN_SHARE)
 
@@ -188,7 +188,7 @@ def ask_workers(iterator: Any, states: Sequence[WorkerState | None] = ()) -> lis
     waiting = {worker for worker, process in enumerate(iterator._workers) if process.is_alive()}
     for worker in waiting:
         iterator._index_queues[worker].put(Question(-1 - worker, states[worker] if states else None))
-    results, found = iterator._data_queue, list[WorkerState | None]([None] * iterator._num_workers)
+    results, states_of_workers = iterator._data_queue, list[WorkerState | None]([None] * iterator._num_workers)
     results = results.queue_of_workers if isinstance(results, _Results) else results
     while waiting:
         try:
@@ -199,8 +199,8 @@ def ask_workers(iterator: Any, states: Sequence[WorkerState | None] = ()) -> lis
         if type(answer) is WorkerAnswer and answer.task < 0:
             worker = -1 - answer.task
             waiting.discard(worker)
-            found[worker] = answer.state
-    return found
+            states_of_workers[worker] = answer.state
+    return states_of_workers
 
 
 def set_workers(iterator: Any, states: Sequence[WorkerState | None]) -> bool:
@@ -252,8 +252,8 @@ def note_workers(iterator: Any, notes: WorkerNotes | None = None) -> NoteTaker |
     results = held.get("_worker_result_queue") if type(iterator) is _MultiProcessingDataLoaderIter else None
     if NOTES not in held and isinstance(results, Queue) and not is_stream(iterator):
         held[NOTES] = NoteTaker(iterator, notes or WorkerNotes.of_new(iterator._num_workers))
-    found: NoteTaker | None = held.get(NOTES)
-    return found
+    taker: NoteTaker | None = held.get(NOTES)
+    return taker
 
 
 def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *, is_first: bool) -> WorkerNotes | None:

@@ -109,10 +109,10 @@ def _attribute(owner: Any, name: str) -> Any:
     """
     if name.startswith("_"):
         raise AttributeError(name)
-    found = getattr(owner._data, name)
-    if is_array(found):
+    attribute = getattr(owner._data, name)
+    if is_array(attribute):
         raise AttributeError(
             f"{type(owner._data).__name__}.{name} has the features that are left out of this trial; take its samples, "
             "data[index], or give a function that makes the data set without them"
         )
-    return found
+    return attribute

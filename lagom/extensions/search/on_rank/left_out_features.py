@@ -137,9 +137,9 @@ def _neutral_in_table(data: ParquetDataset, name: str) -> Any:
 
 def _without(data: Any, constants: Mapping[Feature, Any], names: Sequence[str], drop: bool) -> Any:
     if isinstance(data, (DataLoader, Subset)):
-        found = copy.copy(data)
-        vars(found)["dataset"] = _without(data.dataset, constants, names, drop)
-        return found
+        copied = copy.copy(data)
+        vars(copied)["dataset"] = _without(data.dataset, constants, names, drop)
+        return copied
     if isinstance(data, ParquetDataset):
         return _table_without(data, constants, drop)
     if _is_frame(data):
@@ -178,7 +178,7 @@ def _mapping_without(data: Mapping[Any, Any], constants: Mapping[Feature, Any], 
 
 def _table_without(data: ParquetDataset, constants: Mapping[Feature, Any], drop: bool) -> ParquetDataset:
     columns = [name for name in data.columns if name not in constants] if drop else data.columns
-    found = ParquetDataset(
+    dataset = ParquetDataset(
         data,
         columns=columns,
         nulls=_own(data.nulls, columns),
@@ -186,10 +186,10 @@ def _table_without(data: ParquetDataset, constants: Mapping[Feature, Any], drop:
         window_bytes=data.window_bytes,
         streams=data.streams,
     )
-    found.transform = data.transform
+    dataset.transform = data.transform
     if not drop:
-        found.constants |= {str(name): value for name, value in constants.items()}
-    return found
+        dataset.constants |= {str(name): value for name, value in constants.items()}
+    return dataset
 
 
 def _own(policy: Any, columns: Sequence[str]) -> Any:

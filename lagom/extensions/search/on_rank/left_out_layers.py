@@ -37,10 +37,10 @@ def leave_out(model: nn.Module, layers: Sequence[str], replacement: Replacement)
     for name in layers:
         parent, _, last = name.rpartition(".")
         layer = model.get_submodule(name)
-        found = _left(name, layer) if replacement is None else replacement(layer)
-        if not isinstance(found, nn.Module):
-            raise ValueError(f"the replacement for {name} is a {type(found).__name__}; want a torch.nn.Module")
-        setattr(model.get_submodule(parent), last, found.train(layer.training))
+        substitute = _left(name, layer) if replacement is None else replacement(layer)
+        if not isinstance(substitute, nn.Module):
+            raise ValueError(f"the replacement for {name} is a {type(substitute).__name__}; want a torch.nn.Module")
+        setattr(model.get_submodule(parent), last, substitute.train(layer.training))
     set_random_states(before)
 
 

@@ -111,17 +111,17 @@ class PrintedMetric:
         if not _END_OF_LINE.search(text):
             begun.text = begun.text[-_LONGEST:]
             return
-        at, found = 0, list[float]()
+        at, numbers = 0, list[float]()
         for end in _END_OF_LINE.finditer(begun.text):
             line = begun.text[at : end.start()]
             at = end.end()
             self.line = line.strip() or self.line
             if values := self._value.findall(line):
                 self.last = float(values[-1])
-                found += [self.last] * (end[0] != "\r")
+                numbers += [self.last] * (end[0] != "\r")
         begun.text = begun.text[at:]
         if threading.get_ident() == self._thread:
-            for value in found:
+            for value in numbers:
                 self._report(value)
 
 

@@ -57,18 +57,18 @@ def held_s(trial: Mapping[str, Any]) -> float:
 
 def starts(trials: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the start of each trial by number, in seconds from the first; gaps above ``_PAUSE_S`` are left out."""
-    found: dict[int, float] = {}
+    began_at: dict[int, float] = {}
     skipped, busy_until = 0.0, float("inf")
     for one in sorted(trials, key=lambda trial: float(trial["started"])):
         began = float(one["started"])
-        if not found:
+        if not began_at:
             skipped = began
         elif began - busy_until > _PAUSE_S:
             skipped += began - busy_until
-        found[one["number"]] = began - skipped
+        began_at[one["number"]] = began - skipped
         ended = began + held_s(one)
-        busy_until = max(busy_until, ended) if len(found) > 1 else ended
-    return found
+        busy_until = max(busy_until, ended) if len(began_at) > 1 else ended
+    return began_at
 
 
 def _box(trial: Mapping[str, Any], x: float, y: float, scale: float) -> str:

@@ -49,8 +49,8 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
     from optuna import samplers
 
     if not isinstance(config.optimizer, str):
-        found: BaseSampler = config.optimizer
-        return found
+        chosen: BaseSampler = config.optimizer
+        return chosen
     if config.optimizer == "grid":
         from lagom.extensions.search.samplers.grid_sampler import GridSampler  # imports Optuna
 
@@ -67,8 +67,8 @@ def pruner(config: HyperparameterOptConfig) -> BasePruner:
 
     policy = config.es_policy
     if not isinstance(policy, str):
-        found: BasePruner = policy
-        return found
+        chosen: BasePruner = policy
+        return chosen
     if config.optimizer == _HYPERBAND:
         return pruners.HyperbandPruner(min_resource=config.es_interval)
     if "asha" in (config.optimizer, policy):
@@ -125,14 +125,14 @@ def suggest(config: HyperparameterOptConfig, trial: Trial | FrozenTrial) -> dict
             f"the function searchspace={name} returned a {type(given).__name__}; want a dict of hparams, or "
             "nothing for the suggested values"
         )
-    found = dict(trial.params if given is None else given)
-    if wrong := [key for key in found if not isinstance(key, str)]:
+    parameters = dict(trial.params if given is None else given)
+    if wrong := [key for key in parameters if not isinstance(key, str)]:
         raise ValueError(f"the function searchspace={name} returned the key {wrong[0]!r}; names are strings")
-    if both := [key for key in found if key in config.hparams]:
+    if both := [key for key in parameters if key in config.hparams]:
         raise ValueError(f"{both[0]!r} is in hparams and in searchspace; drop one of them")
-    if not found:
+    if not parameters:
         raise ValueError(f"the function searchspace={name} suggested nothing; call trial.suggest_float or such")
-    return found
+    return parameters
 
 
 def importances(study: Study) -> dict[str, float]:
@@ -150,10 +150,10 @@ def importances(study: Study) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = get_param_importances(_with_pruned_trials(study, complete), evaluator=evaluator)
+            importance = get_param_importances(_with_pruned_trials(study, complete), evaluator=evaluator)
         except (RuntimeError, ValueError):  # Optuna cannot assess these trials
             return {}
-    return {name: share for name, share in found.items() if math.isfinite(share)}
+    return {name: share for name, share in importance.items() if math.isfinite(share)}
 
 
 def _with_pruned_trials(study: Study, complete: Sequence[FrozenTrial]) -> Study:
@@ -166,14 +166,14 @@ def _with_pruned_trials(study: Study, complete: Sequence[FrozenTrial]) -> Study:
     )
     pruned = [each for each in study.get_trials(deepcopy=False) if each.state.name == "PRUNED"]
     values = [*((each, each.value) for each in complete), *((each, sign * (worst + abs(worst) + 1)) for each in pruned)]
-    found = optuna.create_study(direction=study.direction)
-    found.add_trials(
+    copied = optuna.create_study(direction=study.direction)
+    copied.add_trials(
         [
             optuna.trial.create_trial(params=each.params, distributions=each.distributions, value=value)
             for each, value in values
         ]
     )
-    return found
+    return copied
 
 
 def _label(trial: Trial | FrozenTrial, each: Parameter) -> Any:

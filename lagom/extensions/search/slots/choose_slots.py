@@ -24,11 +24,11 @@ def num_slots(plan: Plan, cluster: Cluster, wanted: int | None, num_trials: int 
     room = max(1, cluster.slots // plan.num_slots if cluster.launcher != "local" else cluster.slots // plan.world_size)
     if cluster.launcher == "spark" and cluster.oversubscribe:
         room = max(room, wanted or num_trials or room)
-    found = min(wanted or room, num_trials or wanted or room)
-    if found > room and (cluster.launcher != "local" or plan.gpu):
-        log.warning("num_slots is %d, and there is room for %d trials of %d ranks", found, room, plan.world_size)
-        found = room
-    return found
+    number = min(wanted or room, num_trials or wanted or room)
+    if number > room and (cluster.launcher != "local" or plan.gpu):
+        log.warning("num_slots is %d, and there is room for %d trials of %d ranks", number, room, plan.world_size)
+        number = room
+    return number
 
 
 def choose_slots(launcher: Launcher, plan: Plan, call: Call, number: int) -> TrialSlots:

@@ -130,10 +130,10 @@ class Engines:
                 )
         finally:
             self.inside = False
-        found = Engine(engine, module, optimizer, self.stage)
-        self._engines.append(found)
-        for p in found.leaves:
-            self._by_leaf[p] = found
+        started = Engine(engine, module, optimizer, self.stage)
+        self._engines.append(started)
+        for p in started.leaves:
+            self._by_leaf[p] = started
 
     def _check(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         name = type(optimizer).__name__
@@ -193,12 +193,12 @@ class Engines:
         Raises:
             LagomError: if no engine, or more than one, drives the module's parameters.
         """
-        found: set[Engine] = {self._by_leaf[p] for p in module.parameters() if p in self._by_leaf}
-        if not found:
+        engines: set[Engine] = {self._by_leaf[p] for p in module.parameters() if p in self._by_leaf}
+        if not engines:
             raise LagomError(f"no engine drives this {type(module).__name__} yet; call it on a batch first")
-        if len(found) > 1:
-            raise LagomError(f"{len(found)} engines drive parts of this {type(module).__name__}; call their methods")
-        return found.pop()
+        if len(engines) > 1:
+            raise LagomError(f"{len(engines)} engines drive parts of this {type(module).__name__}; call their methods")
+        return engines.pop()
 
     def dirty(self, leaf: torch.Tensor) -> bool:
         """Return whether DeepSpeed holds a gradient of ``leaf`` that ``leaf.grad`` does not show."""
@@ -211,13 +211,13 @@ class Engines:
         Raises:
             LagomError: if several engines drive the leaves.
         """
-        found = {self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf}
-        if len(found) > 1:
+        engines = {self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf}
+        if len(engines) > 1:
             raise LagomError(
                 "one backward reaches the parameters of two optimizers, which DeepSpeed's engines cannot average "
                 "apart; use backend='torch', which has no such limit"
             )
-        return found.pop() if found else None
+        return engines.pop() if engines else None
 
     @contextmanager
     def gathered(self, module: nn.Module, place: str, *, changed: bool = False) -> Iterator[None]:

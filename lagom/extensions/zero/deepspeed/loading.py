@@ -28,26 +28,26 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
         config: ``deepspeed_config`` of the run.
         say: shows a line to the user, if ``config`` names another stage.
     """
-    found = copy.deepcopy(dict(config or {}))
-    zero = dict(found.get("zero_optimization") or {})
+    merged = copy.deepcopy(dict(config or {}))
+    zero = dict(merged.get("zero_optimization") or {})
     if zero.get("stage", zero_lvl) != zero_lvl:
         say(f"deepspeed_config asks for stage {zero['stage']} and zero_lvl is {zero_lvl}, which counts")
-    found["zero_optimization"] = zero | {"stage": zero_lvl}
+    merged["zero_optimization"] = zero | {"stage": zero_lvl}
     for key in (*_BATCH_KEYS, "gradient_accumulation_steps"):
-        if found.get(key) == "auto":
-            del found[key]
-    if "gradient_accumulation_steps" not in found and zero_lvl:
+        if merged.get(key) == "auto":
+            del merged[key]
+    if "gradient_accumulation_steps" not in merged and zero_lvl:
         # Not at level 0: there each backward averages the whole accumulated gradient, which is right as it is: the part
         # that is averaged already does not change.
-        found.setdefault("managed_gradient_accumulation", False)
-    if not any(key in found for key in _BATCH_KEYS):
-        found["train_micro_batch_size_per_gpu"] = 1  # only for DeepSpeed's reports: the program makes loaders
+        merged.setdefault("managed_gradient_accumulation", False)
+    if not any(key in merged for key in _BATCH_KEYS):
+        merged["train_micro_batch_size_per_gpu"] = 1  # only for DeepSpeed's reports: the program makes loaders
     # lagom tests optimizers itself, with probe_optimizer.
-    found.setdefault("zero_allow_untested_optimizer", True)
-    found.setdefault("zero_force_ds_cpu_optimizer", False)
-    found.setdefault("steps_per_print", 1 << 60)
-    found.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1
-    return found
+    merged.setdefault("zero_allow_untested_optimizer", True)
+    merged.setdefault("zero_force_ds_cpu_optimizer", False)
+    merged.setdefault("steps_per_print", 1 << 60)
+    merged.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1
+    return merged
 
 
 @contextmanager

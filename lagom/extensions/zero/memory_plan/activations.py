@@ -58,11 +58,11 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
     args = () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     named = inputs if isinstance(inputs, dict) else {}
     own = {_storage(tensor) for tensor in (*twin.parameters(), *twin.buffers())}
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if (key := _storage(tensor)) not in own:
-            found[key] = tensor.untyped_storage()  # kept alive, so that its address is not used again
+            storages[key] = tensor.untyped_storage()  # kept alive, so that its address is not used again
         return tensor
 
     for tensor in tree_leaves(inputs):
@@ -81,7 +81,7 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
             f"{error}. batch is what the module is called with: a tensor, a tuple of arguments or a dict of them; "
             "where the forward itself reads numbers out of tensors, leave batch out and add what activations take"
         ) from error
-    return Activations(sum(storage.nbytes() for storage in found.values()), share)
+    return Activations(sum(storage.nbytes() for storage in storages.values()), share)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def plan_memory(
     the_module = build_module(module)
     parameters = list({id(p): p for p in the_module.parameters()}.values())
     num_ranks = world_size or _ranks()
-    found = (
+    needs = (
         SteppedOptimizer("no optimizer", ShardingKind.ELEMENTWISE, [], [], 0)
         if optimizer is None
         else step_meta_copy(optimizer, parameters)
@@ -78,11 +78,11 @@ def plan_memory(
     buffers = sum(b.nbytes for b in the_module.buffers())
     return MemoryPlan(
         module=type(the_module).__name__,
-        optimizer=found.name,
-        shared_out=found.kind.value,
+        optimizer=needs.name,
+        shared_out=needs.kind.value,
         num_parameters=sum(p.numel() for p in parameters),
         world_size=num_ranks,
-        levels=tuple(levels_of([found], parameters, num_ranks, buffers)),
+        levels=tuple(levels_of([needs], parameters, num_ranks, buffers)),
         activations=None if kept is None else kept.num_bytes,
         num_samples=None if kept is None else kept.num_samples,
         memory=limit.num_bytes,

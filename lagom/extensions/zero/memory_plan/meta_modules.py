@@ -20,23 +20,23 @@ def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
         ValueError: if the class or factory fails on the meta device or returns no module, or if a lazy parameter has no
             shape yet.
     """
-    found: Any = module
+    built: Any = module
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", type(module).__name__)
         try:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                found = module()
+                built = module()
         except Exception as error:
             raise ValueError(
                 f"{name} cannot be built on the meta device: {type(error).__name__}: {error}. A class or factory is "
                 "called without arguments, and must not read values of tensors; hand over a module that is built "
                 "instead, or functools.partial with the arguments"
             ) from error
-        if not isinstance(found, nn.Module):
-            raise ValueError(f"{name} gives a {type(found).__name__}; want a torch.nn.Module")
-    if lazy := [name for name, p in (*found.named_parameters(), *found.named_buffers()) if is_lazy(p)]:
+        if not isinstance(built, nn.Module):
+            raise ValueError(f"{name} gives a {type(built).__name__}; want a torch.nn.Module")
+    if lazy := [name for name, p in (*built.named_parameters(), *built.named_buffers()) if is_lazy(p)]:
         raise ValueError(f"{lazy[0]} has no shape yet; call the module once before memory is planned")
-    return found  # type: ignore[no-any-return]
+    return built  # type: ignore[no-any-return]
 
 
 def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

@@ -90,15 +90,15 @@ def _made(make: Make, twins: list[torch.Tensor]) -> Optimizer:
     if not callable(make):
         raise ValueError(f"optimizer is {make!r}; want an optimizer, its class, or a function of the parameters")
     try:
-        found: object = make(twins)
+        made: object = make(twins)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be made of the parameters alone: {type(error).__name__}: {error}. Hand over a function of "
             "them, such as lambda parameters: SGD(parameters, lr=0.1, momentum=0.9), or the optimizer itself"
         ) from error
-    if not isinstance(found, Optimizer):
-        raise ValueError(f"{name} gives a {type(found).__name__}; want a torch.optim.Optimizer")
-    return found
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"{name} gives a {type(made).__name__}; want a torch.optim.Optimizer")
+    return made
 
 
 def _kept(optimizer: Optimizer, graded: Sequence[torch.Tensor]) -> tuple[list[KeptState], int]:

@@ -225,10 +225,10 @@ class ParameterShards(ParameterStore):
         Args:
             changed: the tensors that had gradients; their version counters are raised.
         """
-        found = dict.fromkeys(unit for tensor in tensors if (unit := self.find_storage(tensor)) is not None)
-        for unit in found:
+        units = dict.fromkeys(unit for tensor in tensors if (unit := self.find_storage(tensor)) is not None)
+        for unit in units:
             unit.version = unit.version._replace(num_steps=unit.version.num_steps + 1)
-        for unit in found:
+        for unit in units:
             if not unit.is_whole:
                 continue
             unit.is_held = unit.is_shown or not unit.storage().resizable()  # numpy() makes a storage not resizable

@@ -32,16 +32,16 @@ def make_state_dict(session: Session, weights: ParameterShards, original: Callab
             return original(self, *args, **kwargs)  # ``inside``: torch calls it for each submodule
         inside = True
         try:
-            found = original(self, *args, **kwargs)
+            state = original(self, *args, **kwargs)
         finally:
             inside = False
-        if not _fits(found, weights):
+        if not _fits(state, weights):
             session.say_once(
                 "the whole state_dict() does not fit the device: its tensors are copies on the CPU, and what is "
                 "written to them does not reach the model"
             )
-            _copy_to_cpu(found)
-        return found
+            _copy_to_cpu(state)
+        return state
 
     return state_dict
 
