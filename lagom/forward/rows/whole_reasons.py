@@ -88,7 +88,7 @@ class WholeReason(Enum):
     # Random numbers that it draws.
     DRAWS_OUTSIDE_TORCH = (
         "draws from Python's or numpy's generator, and may decide by it",
-        "draw by torch's functions instead, such as torch.rand(())",
+        "draw by torch's functions instead, such as torch.rand(()), where no decision depends on the number",
     )
     DRAWS_BY_INPUT = "draws numbers that depend on its input ({operation})"
     DRAWS_OTHERWISE = "draws random numbers in another way on a part of the batch"
