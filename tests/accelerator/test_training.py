@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -123,12 +124,11 @@ def test_a_rehearsal_finds_no_difference(tmp_path: Path) -> None:
 
 
 def large() -> dict[str, Any]:
-    """Gradients of 8 MB in each of three layers, which travel while the backward runs."""
+    """Gradients that travel while the backward runs: 4 MB of small ones in a bucket, then 8 MB for each layer."""
     torch.manual_seed(1)
-    model = nn.Sequential(
-        *(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.Tanh())), nn.Linear(1024, 1)
-    )
-    model.double()
+    widths = [1024] * 4 + [256] * 10
+    layers = (layer for before, after in itertools.pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh()))
+    model = nn.Sequential(*layers, nn.Linear(256, 1)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
     for (x,) in DataLoader(TensorDataset(torch.rand(32, 1024, dtype=torch.float64)), batch_size=8):
