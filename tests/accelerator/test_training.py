@@ -279,7 +279,9 @@ def tensors() -> Tensor:
 
 @with_driver(4)
 def test_a_tensor_on_the_device_comes_home_from_a_rank() -> None:
-    assert on_ranks(2, tensors).value.cpu().tolist() == [0, 1, 2, 3, 4]
+    found = on_ranks(2, tensors).value
+    assert found.device.type == "lagomtest"
+    assert found.cpu().tolist() == [0, 1, 2, 3, 4]
 
 
 def distributed(folder: str) -> tuple[str, list[float]]:
