@@ -174,12 +174,17 @@ def _keep_from_forks(connection: Any) -> None:
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Give all tests of a file, all on one kind of Spark and all in a notebook to one process."""
+    """Give all tests of a file, all on one kind of Spark and all in a notebook to one process.
+
+    Those of tests/accelerator go to two: each process that runs them starts servers that load the test device.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, name = nodeid.partition("::")
         if "/notebooks/" in path:
             return "notebooks"
+        if "/accelerator/" in path and not path.endswith("/test_training.py"):
+            return "accelerator"
         kinds = [kind for kind in clusters.KINDS if f"-{kind}-" in f"-{name.partition('[')[2][:-1]}-"]
         if "/integration/" not in path or not kinds:
             return path

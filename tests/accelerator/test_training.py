@@ -97,7 +97,7 @@ MORE_LEVELS = [((2, ""), 2), ((2, ""), 3), ((4, ""), 3)]
         (2, "lagomtest", {}),
         (4, "", {}),
         (2, "", {"zero_lvl": 1}),
-        # Levels 2 and 3 are in the tests of gradients that travel, too.
+        # Level 3 is in the test of gradients that travel, too.
         *(pytest.param(*ranks, {"zero_lvl": level}, marks=pytest.mark.soak) for ranks, level in MORE_LEVELS),
         (2, "", {"batches": "split"}),
         (2, "", {"micro_batches": 2}),
@@ -141,7 +141,7 @@ def large() -> dict[str, Any]:
     return {"weights": weights, "losses": [one.item() for one in losses], "devices": [str(model[0].weight.device)]}
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [0, pytest.param(2, marks=pytest.mark.soak), 3])
 @with_driver(4)
 def test_gradients_that_travel_while_the_backward_runs(zero_lvl: Any) -> None:
     check(on_ranks(2, large, zero_lvl=zero_lvl), plainly(large))
@@ -176,7 +176,7 @@ def test_a_scaler_skips_the_steps_that_one_process_skips() -> None:
     torch.testing.assert_close(two["weights"], one["weights"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16"])
+@pytest.mark.parametrize("asked", [pytest.param("bf16", marks=pytest.mark.soak), "fp16"])
 @with_driver(4)
 def test_mixed_precision_gives_about_the_numbers_of_one_rank(asked: Any) -> None:
     settings: dict[str, Any] = {"hparams": {"asked": ""}, "mixed_precision": asked}
@@ -193,7 +193,7 @@ def test_no_steady_step_of_a_program_waits_for_the_device(pin_memory: bool) -> N
     assert (len(losses), device) == (15, "lagomtest:0")
 
 
-@pytest.mark.parametrize("width", [8, 1024])
+@pytest.mark.parametrize("width", [pytest.param(8, marks=pytest.mark.soak), 1024])
 @with_driver(4)
 def test_no_steady_step_of_two_ranks_waits_for_the_device(width: int) -> None:
     """Steps 1, 2, 4, 8 and 16 compare the ranks' parameters; gradients of 4 MB travel while the backward runs."""
@@ -329,7 +329,9 @@ def by_default(kind: str) -> dict[str, Any]:
     return {"weights": weights, "losses": losses, "devices": [str(rows.device)]}
 
 
-@pytest.mark.parametrize("settings", [{}, {"batches": "split"}, {"zero_lvl": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.soak), {"batches": "split"}, {"zero_lvl": 3}], ids=str
+)
 @with_driver(4)
 def test_a_default_device_of_the_program_is_for_the_program_alone(settings: dict[str, Any]) -> None:
     one = on_ranks(1, by_default, hparams={"kind": "lagomtest"})
