@@ -1,11 +1,11 @@
 """Measures which share of one process's work each rank has if loading takes most of it.
 
-    python -m benchmarks.loading_share [KIND ...] [--ranks 2 4] [--times 3]
+    python -m benchmarks.loading_share [KIND ...] [--ranks 2 4] [--times 3] [--hosts 2]
 
 The programs decode PNGs of 224x224 (``benchmarks.loading``) and train a small CNN on them, in batches of 64. The share
 is the CPU time of a rank for an epoch, with its workers, divided by that of the plain process: 0.5 on two ranks is
 ideal, 1 gains nothing. It hardly depends on other load of the machine. It is the mean over the ranks. The first epoch,
-in which lagom examines loaders, is left out.
+in which lagom examines loaders, is left out. Several hosts are network namespaces of this machine, which need root.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader
 from benchmarks.loading import Photos, cnn
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from tests.integration.hosts import allowed, network
+from tests.integration.namespaces import launcher
 
 EPOCHS = 4
 
@@ -87,10 +89,21 @@ def _cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def measure(kind: str, num_ranks: int | None) -> float:
-    """Run the program in a new process or on ranks; return the CPU seconds of an epoch of one process or rank."""
+def on_ranks(kind: str, num_ranks: int, num_hosts: int) -> list[list[float]]:
+    """Train on ranks; return the CPU seconds of each epoch, for each rank."""
+    if num_hosts == 1:
+        config = TorchDistributedConfig(launcher="local", world_size=num_ranks, hparams={"kind": kind})
+        return list(experiment.lagom(epochs, config).per_rank)
+    with network(num_hosts) as (address, hosts), launcher(address, hosts, num_ranks // num_hosts) as runs:
+        found: list[list[float]] = runs.call(epochs, hparams={"kind": kind})
+        return found
+
+
+def measure(kind: str, num_ranks: int, num_hosts: int = 1) -> float:
+    """Run the program on ranks, or for 0 in a new process; return the CPU seconds of an epoch of a rank or process."""
+    numbers = ["--ranks", str(num_ranks), "--hosts", str(num_hosts)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loading_share", "--run", kind, "--ranks", str(num_ranks or 0)],
+        [sys.executable, "-m", "benchmarks.loading_share", "--run", kind, *numbers],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -105,18 +118,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("kinds", nargs="*", default=[])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--times", type=int, default=3, help="runs of each kind, in turns")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts among which the ranks are divided")
     parser.add_argument("--run", choices=KINDS, help="train, and print the CPU seconds of an epoch")
     args = parser.parse_args(argv)
     if args.run:
         (num_ranks,) = args.ranks
-        config = TorchDistributedConfig(launcher="local", world_size=num_ranks or None, hparams={"kind": args.run})
-        results = experiment.lagom(epochs, config).per_rank if num_ranks else [epochs(args.run)]
+        results = on_ranks(args.run, num_ranks, args.hosts) if num_ranks else [epochs(args.run)]
         print(json.dumps(statistics.mean(statistics.median(one[1:]) for one in results)))
         return
+    if args.hosts > 1 and not allowed():
+        parser.error("this user may not make network namespaces here, of which --hosts makes hosts; be root, with ip")
+    if odd := [num for num in args.ranks if num % args.hosts]:
+        parser.error(f"--ranks {odd[0]} cannot be divided among {args.hosts} hosts; give a multiple")
     print(f"| loader | s an epoch | {' | '.join(f'share on {num}' for num in args.ranks)} |")
     print(f"|{'---|' * (2 + len(args.ranks))}", flush=True)
     for kind in args.kinds or KINDS:
-        runs = [[measure(kind, num) for num in (None, *args.ranks)] for _ in range(args.times)]
+        runs = [[measure(kind, 0), *(measure(kind, num, args.hosts) for num in args.ranks)] for _ in range(args.times)]
         alone = statistics.median(run[0] for run in runs)
         cells = [f"{alone:.2f}"]
         for place in range(1, 1 + len(args.ranks)):
