@@ -256,6 +256,9 @@ class LoadingState(Surroundings):
     def _search_function(self, function: types.FunctionType) -> None:
         if origin(function.__module__) != "program":
             return
+        if _is_patch(function):
+            self._search_each((vars(function).get("__wrapped__"),))
+            return
         codes, names, modules = [function.__code__], set[str](), set[str]()
         for code in codes:
             codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
@@ -371,6 +374,11 @@ _HOLLOW = frozenset((object, types.SimpleNamespace, threading.local, *_PLAIN))
 def is_constant(kind: type) -> bool:
     """Return whether loading cannot change objects of the class ``kind``."""
     return kind in _PLAIN or issubclass(kind, _CONSTANT)
+
+
+def _is_patch(function: types.FunctionType) -> bool:
+    """Return whether ``function`` is lagom's, under the name of what it calls; its closure holds the whole session."""
+    return str(function.__globals__.get("__name__")).partition(".")[0] == "lagom"
 
 
 def _is_of_python(kind: type) -> bool:

@@ -61,6 +61,14 @@ class Pictures(Numbers):
         return self.make(index), index % 3
 
 
+class Downloaded(Pictures):
+    """Has torchvision's argument, for which lagom wraps the constructor."""
+
+    def __init__(self, download: bool = False) -> None:
+        super().__init__()
+        assert not download
+
+
 class Flipped(Pictures):
     """Draws one number from each generator for each sample."""
 
@@ -694,6 +702,7 @@ def check(make: Callable[[], Any], world_size: int = 2, *, divides: bool | None 
 
 DIVIDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "pictures": (Pictures, {}),
+    "downloaded": (Downloaded, {}),
     "shuffled": (Pictures, {"shuffle": True}),
     "uneven batches": (Pictures, {"batch_size": 5}),
     "evaluation": (Pictures, {"grad": False}),
