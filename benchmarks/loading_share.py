@@ -4,8 +4,9 @@
 
 The programs decode PNGs of 224x224 (``benchmarks.loading``) and train a small CNN on them, in batches of 64. The share
 is the CPU time of a rank for an epoch, with its workers, divided by that of the plain process: 0.5 on two ranks is
-ideal, 1 gains nothing. It hardly depends on other load of the machine. It is the mean over the ranks. The first epoch,
-in which lagom examines loaders, is left out. Several hosts are network namespaces of this machine, which need root.
+ideal, 1 gains nothing. It is the mean over the ranks, without the first epoch, in which lagom
+examines loaders. Workers that a forkserver has started are not a rank's children, and their time is not counted.
+Several hosts are network namespaces of this machine, which need root.
 """
 
 from __future__ import annotations
